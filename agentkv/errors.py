@@ -1,0 +1,175 @@
+"""Every error agentkv raises.
+
+AgentKVError
+├── InvalidRequest              an argument that cannot be served (also a ValueError); names the parameter
+│   ├── ContextTooLong          more tokens than model and policy allow
+│   ├── TemplateError           the chat template refused these messages
+│   └── Unsupported             a model or feature that is refused by name
+├── NotFound                    (also a LookupError)
+│   ├── SessionNotFound
+│   └── ModelNotFound
+├── SessionBusy                 another turn is running on this session
+├── CapacityExceeded            no memory for this turn, even after demoting idle sessions
+├── HomeLocked                  another process owns this home folder
+├── ModelUnavailable            no source could deliver the model
+├── StorageError
+│   ├── StorageFull             disk full, read-only, or budget reached
+│   └── ChunkFault              one stored chunk cannot be used (missing, altered, foreign …)
+├── DatabaseUnavailable         the database stayed locked or unreachable after bounded retries
+├── EngineFailed                the model thread raised; the turn was rolled back
+└── Closed                      the runtime, or this session, is closed
+
+A message says what happened, with which numbers, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AgentKVError",
+    "CapacityExceeded",
+    "ChunkFault",
+    "Closed",
+    "ContextTooLong",
+    "DatabaseUnavailable",
+    "EngineFailed",
+    "HomeLocked",
+    "InvalidRequest",
+    "ModelNotFound",
+    "ModelUnavailable",
+    "NotFound",
+    "SessionBusy",
+    "SessionNotFound",
+    "StorageError",
+    "StorageFull",
+    "TemplateError",
+    "Unsupported",
+]
+
+
+class AgentKVError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidRequest(AgentKVError, ValueError):
+    """An argument that cannot be served. ``param`` names it."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(InvalidRequest):
+    """A turn needs ``tokens`` positions where model and policy allow ``limit``."""
+
+    def __init__(self, *, tokens: int, limit: int, advice: str) -> None:
+        super().__init__(
+            f"this turn needs {tokens:,} tokens of context, the limit is {limit:,}: {advice}", param="messages"
+        )
+        self.tokens = tokens
+        self.limit = limit
+        self.advice = advice
+
+
+class TemplateError(InvalidRequest):
+    """The model's chat template refused the messages; the message carries its own words."""
+
+
+class Unsupported(InvalidRequest):
+    """A model, layer type or parameter that is refused by name. ``feature`` is that name."""
+
+    def __init__(self, feature: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(f"{feature} is not supported: {message}", param=param)
+        self.feature = feature
+
+
+class NotFound(AgentKVError, LookupError):
+    """A name that nothing answers to."""
+
+
+class SessionNotFound(NotFound):
+    """No such session for this tenant."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"there is no session {session_id!r}; `agentkv sessions list` shows those that exist")
+        self.session_id = session_id
+
+
+class ModelNotFound(NotFound):
+    """Neither a catalogue name, nor a local folder, nor a Hugging Face id."""
+
+
+class SessionBusy(AgentKVError):
+    """Another turn is running on the session. Retry after ``retry_after`` seconds, or pass ``wait=True``."""
+
+    def __init__(self, session_id: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(
+            f"session {session_id} is busy with another turn; retry in {retry_after:.0f} s or pass wait=True"
+        )
+        self.session_id = session_id
+        self.retry_after = retry_after
+
+
+class CapacityExceeded(AgentKVError):
+    """A turn needs ``needed`` bytes where ``available`` of ``budget`` bytes can be freed."""
+
+    def __init__(self, message: str, *, needed: int, available: int, budget: int, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+        self.budget = budget
+        self.retry_after = retry_after
+
+
+class HomeLocked(AgentKVError):
+    """Another process owns the home folder. ``pid`` and ``host`` say which, when it wrote them."""
+
+    def __init__(self, home: str, *, pid: int | None, host: str | None) -> None:
+        owner = f"process {pid} on {host}" if pid is not None else "another process"
+        super().__init__(f"the home {home} is in use by {owner}; stop it, or open another home")
+        self.home = home
+        self.pid = pid
+        self.host = host
+
+
+class ModelUnavailable(AgentKVError):
+    """No source could deliver the model. ``reasons`` maps each source that was tried to why it failed."""
+
+    def __init__(self, name: str, reasons: dict[str, str]) -> None:
+        tried = "; ".join(f"{source}: {why}" for source, why in reasons.items())
+        super().__init__(f"model {name!r} could not be fetched ({tried}). A local folder works too: --model PATH")
+        self.name = name
+        self.reasons = reasons
+
+
+class StorageError(AgentKVError):
+    """The blob store could not do what was asked."""
+
+
+class StorageFull(StorageError):
+    """Disk full, read-only, or a byte budget reached. Sessions stay usable; nothing is half-written."""
+
+
+class ChunkFault(StorageError):
+    """One stored chunk cannot be used; its tokens are recomputed from the ledger.
+
+    ``reason`` is one of ``missing``, ``unreadable``, ``truncated``, ``checksum``, ``format``, ``fingerprint``,
+    ``tokens``, ``geometry``, ``decode``.
+    """
+
+    def __init__(self, chunk_id: str, reason: str, detail: str) -> None:
+        super().__init__(f"chunk {chunk_id}: {reason}: {detail}")
+        self.chunk_id = chunk_id
+        self.reason = reason
+        self.detail = detail
+
+
+class DatabaseUnavailable(AgentKVError):
+    """The database stayed locked or unreachable after bounded retries; no turn was half-committed."""
+
+
+class EngineFailed(AgentKVError):
+    """The model thread raised. The turn was rolled back; the cause is chained."""
+
+
+class Closed(AgentKVError):
+    """The runtime, or this session, is closed."""

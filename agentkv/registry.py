@@ -1,0 +1,55 @@
+"""One registry for everything that can be chosen by name: codecs, layouts, policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from agentkv.errors import InvalidRequest
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names to objects of one kind. Third parties add theirs under the entry point group ``agentkv.<kind>``."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._known: dict[str, T] = {}
+        self._scanned = False
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: make the object known as ``name``. A second object under one name raises ``ValueError``."""
+
+        def add(thing: T) -> T:
+            if name in self._known:
+                raise ValueError(f"{self.kind} {name!r} is registered twice")
+            self._known[name] = thing
+            return thing
+
+        return add
+
+    def get(self, name: str) -> T:
+        """The object called ``name``; ``InvalidRequest`` lists the known ones."""
+        if name not in self._known:
+            self._scan()
+        try:
+            return self._known[name]
+        except KeyError:
+            known = ", ".join(sorted(self._known))
+            raise InvalidRequest(f"unknown {self.kind} {name!r}; known: {known}", param=self.kind) from None
+
+    def __iter__(self) -> Iterator[str]:
+        self._scan()
+        return iter(sorted(self._known))
+
+    def _scan(self) -> None:
+        if self._scanned:
+            return
+        self._scanned = True
+        for point in entry_points(group=f"agentkv.{self.kind}"):
+            if point.name not in self._known:
+                self._known[point.name] = point.load()

@@ -1,0 +1,115 @@
+"""Every setting, typed, with a default that works and a sentence.
+
+Sources, strongest first: keyword arguments, environment (``AGENTKV_…``), the TOML file named by ``AGENTKV_CONFIG``
+(default ``<home>/agentkv.toml`` where it exists), defaults.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+__all__ = ["Amount", "Bytes", "Settings", "default_home"]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def default_home() -> Path:
+    """``AGENTKV_HOME``, else ``~/.local/share/agentkv``."""
+    return Path(os.environ.get("AGENTKV_HOME") or "~/.local/share/agentkv").expanduser()
+
+
+def _parse_amount(value: Any) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value
+    text = value.strip().lower().replace("_", "")
+    if text.endswith("%"):
+        share = float(text[:-1])
+        if not 0 < share <= 100:
+            raise ValueError(f"a share must lie in (0 %, 100 %], got {value!r}")
+        return f"{share:g}%"
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kmgt]?i?b?)", text)
+    if not match or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is not a number of bytes; write e.g. 500MB, 4GiB, 80% or a plain number")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_amount), Field(ge=0)]
+Amount = Annotated[Annotated[int, Field(ge=0)] | str, BeforeValidator(_parse_amount)]
+"""Bytes (``4GiB``, ``4294967296``) or a share of what the machine has (``80%``)."""
+
+
+class Settings(BaseSettings):
+    """Configuration of one runtime. Every field is also ``AGENTKV_<NAME>`` and a TOML key."""
+
+    model_config = SettingsConfigDict(env_prefix="AGENTKV_", extra="forbid", frozen=True, validate_default=True)
+
+    home: Path = Field(default_factory=default_home, description="Folder of models, database and stored KV.")
+    model: str = Field("smollm2-135m", description="Catalogue name, local folder, or Hugging Face id.")
+    device: str = Field("auto", description="`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA where there is one.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Dtype of weights and KV; `auto` is that of the checkpoint."
+    )
+    layout: Literal["auto", "dynamic"] = Field("auto", description="How live KV is stored; `auto` chooses by device.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: one a core.")
+    database: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in the home folder.")
+    offline: bool = Field(False, description="Never touch the network; models must be local already.")
+
+    idle_codec: str = Field("exact", description="Codec of stored KV; `exact` and `raw` restore bit for bit.")
+    idle_seconds: float = Field(60.0, ge=0, description="Idle time after which KV moves from device to host memory.")
+    disk_seconds: float = Field(600.0, ge=0, description="Idle time after which encoded KV leaves host memory too.")
+    device_budget: Amount = Field("80%", description="Bytes, or share of the device's memory, for live KV.")
+    host_budget: Amount = Field("20%", description="Bytes, or share of host memory, for encoded KV.")
+    disk_budget: Amount = Field("80%", description="Bytes, or share of the file system, for stored KV files.")
+    disk_margin: Amount = Field("1GiB", description="Free space on the file system that is never used.")
+
+    prefill_tokens: int = Field(
+        0, ge=0, description="Tokens of one prefill piece; 0 chooses by device (128 on CPU, 2048 on CUDA)."
+    )
+    max_batch_tokens: int = Field(0, ge=0, description="Tokens of one model step over all sessions; 0: by device.")
+    max_tokens: int = Field(512, ge=1, description="Generation limit of a turn that names none.")
+    busy_wait_seconds: float = Field(30.0, ge=0, description="Longest wait of a turn sent with `wait=True`.")
+    hub_timeout_seconds: float = Field(5.0, gt=0, description="Network time-out for the first byte of a download.")
+
+    @field_validator("home", mode="after")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        return home.expanduser().absolute()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keyword arguments, then environment, then TOML."""
+        named = os.environ.get("AGENTKV_CONFIG")
+        home = Path(init_settings().get("home") or default_home())
+        toml = Path(named) if named else home.expanduser() / "agentkv.toml"
+        if named and not toml.is_file():
+            raise ValueError(f"AGENTKV_CONFIG names {named}, which is not a file")
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=toml)
+
+    @property
+    def models_dir(self) -> Path:
+        """Where pulled models live."""
+        return self.home / "models"
+
+    @property
+    def blobs_dir(self) -> Path:
+        """Where chunk files live."""
+        return self.home / "blobs"
+
+    @property
+    def database_url(self) -> str:
+        """The SQLAlchemy URL in force, with an async driver."""
+        return self.database or f"sqlite+aiosqlite:///{self.home / 'agentkv.db'}"

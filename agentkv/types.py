@@ -1,0 +1,158 @@
+"""Plain values shared by every floor. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
+
+__all__ = [
+    "FinishReason",
+    "Fingerprints",
+    "KVGeometry",
+    "LayerGroup",
+    "RestoreReport",
+    "SessionState",
+    "Span",
+    "SuspendReport",
+    "Tier",
+    "Usage",
+]
+
+FinishReason = Literal["stop", "length"]
+
+
+class Span(NamedTuple):
+    """Half-open interval ``[start, stop)`` of ledger positions."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def intersect(self, other: Span) -> Span:
+        """The common part; empty (length 0) where there is none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def split(self, size: int) -> Iterator[Span]:
+        """Consecutive spans of at most ``size`` tokens."""
+        for start in range(self.start, self.stop, size):
+            yield Span(start, min(start + size, self.stop))
+
+
+class Tier(StrEnum):
+    """Where a session's KV state is."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class SessionState(StrEnum):
+    """``new`` has no KV yet; ``live`` is on the device; the two ``-ing`` states are transitions under way."""
+
+    NEW = "new"
+    LIVE = "live"
+    DEMOTING = "demoting"
+    HOST = "host"
+    DISK = "disk"
+    RESTORING = "restoring"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose KV has the same shape and the same reach.
+
+    ``window`` is ``None`` for full attention, else the number of keys a query sees, itself included.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def name(self) -> str:
+        """``full`` or ``sliding:W``, with the shape where it matters: unique within one geometry."""
+        reach = "full" if self.window is None else f"sliding:{self.window}"
+        return f"{reach}:{self.kv_heads}x{self.key_dim}x{self.value_dim}"
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers (not bytes) that one token occupies over all layers of the group, keys and values together."""
+        return len(self.layers) * self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Shapes of a model's KV state: its layer groups and the torch dtype name (``bfloat16``, ``float32`` …)."""
+
+    groups: tuple[LayerGroup, ...]
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes a number."""
+        return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self.dtype]
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes that ``tokens`` consecutive tokens need; sliding groups hold at most their window."""
+        return self.itemsize * sum(
+            g.values_per_token * (tokens if g.window is None else min(tokens, g.window)) for g in self.groups
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """``kv``: digest of what KV depends on. ``session``: digest of what the ledger depends on (DESIGN §2)."""
+
+    kv: str
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """``cached_tokens`` of the ``prompt_tokens`` were not computed by the engine in this turn."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """How a turn got its KV state.
+
+    ``source``: ``new`` (nothing was stored), ``device``, ``host``, ``disk``, or ``recompute`` (stored KV existed or
+    should have, none of it was usable). ``tokens`` of KV were reused from there; ``reason`` says why anything had to
+    be recomputed, else ``None``. ``seconds`` is the time until the state was live; ``codec`` that of the chunks read.
+    """
+
+    source: Literal["new", "device", "host", "disk", "recompute"]
+    tokens: int
+    seconds: float = 0.0
+    codec: str | None = None
+    reason: str | None = None
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendReport:
+    """What one suspend did. ``nbytes``: the session's encoded bytes at rest; ``chunks_written``: new ones."""
+
+    session_id: str
+    tier: Tier
+    nbytes: int
+    seconds: float
+    chunks_written: int
+    tokens: int
+    details: dict[str, Any] = field(default_factory=dict)
