@@ -1,0 +1,6 @@
+"""Live KV: the layout contract and its implementations."""
+
+from agentkv.kv import dynamic as _dynamic  # noqa: F401  (registers itself)
+from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
+
+__all__ = ["LAYOUTS", "Layout", "SequenceKV"]

@@ -1,0 +1,56 @@
+"""agentkv: durable KV state for LLM agent conversations.
+
+``from agentkv import AgentKV`` imports no torch; opening a runtime does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from agentkv.errors import AgentKVError
+from agentkv.types import RestoreReport, SuspendReport, Usage
+
+if TYPE_CHECKING:
+    from agentkv.schemas.replies import Done, Item, Reply, SessionInfo, TextDelta
+    from agentkv.sessions.runtime import AgentKV
+    from agentkv.sessions.session import Session
+    from agentkv.settings import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentKV",
+    "AgentKVError",
+    "Done",
+    "Item",
+    "Reply",
+    "RestoreReport",
+    "Session",
+    "SessionInfo",
+    "Settings",
+    "SuspendReport",
+    "TextDelta",
+    "Usage",
+]
+
+_LATE = {
+    "AgentKV": "agentkv.sessions.runtime",
+    "Done": "agentkv.schemas.replies",
+    "Item": "agentkv.schemas.replies",
+    "Reply": "agentkv.schemas.replies",
+    "Session": "agentkv.sessions.session",
+    "SessionInfo": "agentkv.schemas.replies",
+    "Settings": "agentkv.settings",
+    "TextDelta": "agentkv.schemas.replies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'agentkv' has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

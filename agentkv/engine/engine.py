@@ -1,0 +1,275 @@
+"""The model thread: takes jobs, runs packed steps, hands tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from agentkv.engine.adapter import ModelAdapter, StepInput
+from agentkv.engine.job import Job, JobResult
+from agentkv.engine.sampling import choose
+from agentkv.engine.scheduler import Scheduler
+from agentkv.errors import AgentKVError, CapacityExceeded, Closed, EngineFailed, InvalidRequest
+from agentkv.kv.contract import Layout, Slot
+from agentkv.types import FinishReason
+
+__all__ = ["Engine", "JobHandle"]
+
+logger = logging.getLogger(__name__)
+
+
+class JobHandle:
+    """The event loop's side of a job."""
+
+    def __init__(self, job: Job, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        self.job = job
+        self._loop = loop
+        self._wake = wake
+        self._done: asyncio.Future[JobResult | None] = loop.create_future()
+
+    def cancel(self) -> None:
+        """Ask the model thread to drop the job before its next step. ``finished`` says when it has."""
+        self.job.cancelled = True
+        self._wake()
+
+    async def finished(self) -> JobResult | None:
+        """The result, or ``None`` for a cancelled job, whose KV state is rolled back by then.
+
+        Raises what the model thread raised. Cancelling the waiter does not cancel the job: call :meth:`cancel`.
+        """
+        return await asyncio.shield(self._done)
+
+    def deliver(self, outcome: JobResult | BaseException | None) -> Callable[[], None]:
+        """From the model thread: the callback that resolves this handle on its loop."""
+
+        def resolve() -> None:
+            if self._done.done():
+                return
+            if isinstance(outcome, BaseException):
+                self._done.set_exception(outcome)
+                self._done.exception()  # the waiter may be gone; that is no warning's business
+            else:
+                self._done.set_result(outcome)
+
+        return resolve
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that awaits this job."""
+        return self._loop
+
+
+class Engine:
+    """Owns the model from one named thread. ``submit`` is the only way in."""
+
+    def __init__(self, adapter: ModelAdapter, layout: Layout[Any], *, max_batch_tokens: int) -> None:
+        self.adapter = adapter
+        self.layout = layout
+        self.steps = 0
+        self.computed_tokens = 0
+        self._scheduler = Scheduler(max_batch_tokens)
+        self._handles: dict[Job, JobHandle] = {}
+        self._inbox: queue.SimpleQueue[JobHandle | None] = queue.SimpleQueue()
+        self._stopping = False
+        self._gate = threading.Lock()
+        """Held to look at the two flags around it and put into the inbox: no job arrives after the last look."""
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="agentkv-model", daemon=True)
+
+    def start(self) -> None:
+        """Start the model thread."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Cancel what runs, end the thread. Idempotent."""
+        with self._gate:
+            self._stopping = True
+            self._inbox.put(None)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    @property
+    def alive(self) -> bool:
+        """Whether jobs are being served."""
+        return self._thread.is_alive() and not self._stopping
+
+    def submit(self, job: Job) -> JobHandle:
+        """Queue a job, from a loop's thread. ``Closed`` after ``stop``, ``EngineFailed`` once the thread died."""
+        handle = JobHandle(job, asyncio.get_running_loop(), lambda: self._inbox.put(None))
+        with self._gate:
+            if self._stopping:
+                raise Closed("the engine is stopped")
+            if self._failure is not None:
+                raise EngineFailed("the model thread died; restart the process") from self._failure
+            self._inbox.put(handle)
+        return handle
+
+    # -- the model thread ---------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_waiting()
+                if len(self._scheduler):
+                    self.step()
+        except BaseException as error:
+            with self._gate:
+                self._failure = error
+            logger.exception("model thread died")
+        finally:
+            outcome = EngineFailed("the model thread died") if self._failure else None
+            for job in list(self._handles):
+                self._drop(job, outcome)
+            while True:
+                try:
+                    late = self._inbox.get_nowait()
+                except queue.Empty:
+                    break
+                if late is not None:
+                    self._post([late], [late.deliver(outcome or Closed("the engine stopped"))])
+
+    def _take_waiting(self) -> None:
+        """Move new jobs to the scheduler, let cancelled ones go; waits when there is nothing to do."""
+        block = not len(self._scheduler)
+        while True:
+            try:
+                handle = self._inbox.get(block=block)
+            except queue.Empty:
+                break
+            block = False
+            if handle is not None:
+                self._handles[handle.job] = handle
+                if self._begin(handle.job):
+                    self._scheduler.add(handle.job)
+            elif self._stopping:
+                return
+        for job in self._scheduler.jobs():
+            if job.cancelled:
+                self._drop(job, None)
+
+    def _begin(self, job: Job) -> bool:
+        try:
+            limit = self.adapter.vocab_size
+            if wrong := [token for token in job.feed if not 0 <= token < limit]:
+                # In a step it would fail the whole batch, and on CUDA the process.
+                raise InvalidRequest(f"token id {wrong[0]} is outside the model's vocabulary of {limit}")
+            job.begin()
+        except Exception as error:
+            self._drop(job, _as_ours(error))
+            return False
+        return True
+
+    def step(self) -> None:
+        """Plan one packed batch, run the model once, sample, hand tokens to their streams."""
+        batch = self._scheduler.plan()
+        try:
+            rows = self._run(batch)
+        except Exception as error:
+            logger.exception("a step over %d jobs failed", len(batch))
+            for job in batch:
+                self._drop(job, _as_ours(error))
+            return
+        self._deliver(batch, rows)
+
+    def _run(self, batch: Sequence[Job]) -> dict[Job, int]:
+        """The model's pass: after it every job of the batch has advanced, and sampling has happened."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[Slot] = []
+        logit_rows: list[int] = []
+        sampled: list[Job] = []
+        for job in batch:
+            new = job.next_ids()
+            job.kv.reserve(len(new))
+            slots.append(Slot(job.kv, len(ids), len(ids) + len(new)))
+            positions.extend(range(job.kv.length, job.kv.length + len(new)))
+            ids.extend(new)
+            if job.wants_logits():
+                logit_rows.append(len(ids) - 1)
+                sampled.append(job)
+        meta = self.layout.plan(slots)
+        logits = self.adapter.run(StepInput(ids, positions, logit_rows), self.layout, meta)
+        self.steps += 1
+        self.computed_tokens += len(ids)
+        for slot in slots:
+            slot.kv.advance(ids[slot.start : slot.stop])
+        samplers = [job.generation.sampler for job in sampled if job.generation is not None]
+        histories = [job.kv.ids for job in sampled]
+        with torch.inference_mode():
+            chosen = choose(logits, samplers, histories) if sampled else []
+        tokens = {}
+        for job, (token, logprob) in zip(sampled, chosen, strict=True):
+            tokens[job] = token
+            if logprob is not None:
+                job.logprobs.append(logprob)
+        return tokens
+
+    def _deliver(self, batch: Sequence[Job], tokens: dict[Job, int]) -> None:
+        now = time.perf_counter()
+        for job in batch:
+            try:
+                verdict = self._advance(job, tokens.get(job), now)
+            except Exception as error:
+                logger.exception("a token could not be handed out")
+                self._drop(job, _as_ours(error))
+                continue
+            if verdict != "go on":
+                self._finish(job, job.result(verdict, job.prefilled and job.prefilled - job.submitted))
+
+    def _advance(self, job: Job, token: int | None, now: float) -> FinishReason | Literal["go on"] | None:
+        """The job's own bookkeeping after a step: whether it goes on, or why it is done (``None``: only prefilled)."""
+        if job.pieces:
+            reached = job.pieces.pop(0).stop
+            if reached in job.resume_points:
+                job.windows[reached] = job.kv.window_snapshot()
+            if not job.pieces:
+                job.prefilled = now
+                if job.generation is None:
+                    return None
+                self._scheduler.prefilled(job)
+        if token is None or job.generation is None:
+            return "go on"
+        job.tokens.append(token)
+        if job.generation.sink.push(token, job.logprobs[-1] if job.logprobs else None) == "stop":
+            return "stop"
+        return "length" if len(job.tokens) >= job.generation.max_tokens else "go on"
+
+    def _finish(self, job: Job, outcome: JobResult | BaseException | None) -> None:
+        self._scheduler.remove(job)
+        handle = self._handles.pop(job)
+        self._post([handle], [handle.deliver(outcome)])
+
+    def _drop(self, job: Job, outcome: BaseException | None) -> None:
+        """Roll the job's KV back, then report: an error, or ``None`` for a cancellation."""
+        if job.undo is not None:
+            job.kv.rollback(job.undo)
+        self._finish(job, outcome)
+
+    @staticmethod
+    def _post(handles: Sequence[JobHandle], callbacks: Sequence[Callable[[], None]]) -> None:
+        for handle, callback in zip(handles, callbacks, strict=True):
+            try:
+                handle.loop.call_soon_threadsafe(callback)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                logger.warning("a job finished after its event loop had closed")
+
+
+def _as_ours(error: Exception) -> AgentKVError:
+    """What a failed step looks like to the caller."""
+    if isinstance(error, AgentKVError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        ours: AgentKVError = CapacityExceeded(
+            f"the device ran out of memory during a step: {error}", needed=0, available=0, budget=0, retry_after=5.0
+        )
+    else:
+        ours = EngineFailed(f"the model thread raised {type(error).__name__}: {error}; the turn was rolled back")
+    ours.__cause__ = error
+    return ours

@@ -1,0 +1,121 @@
+"""A job: what one turn asks of the model thread, and what comes back."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agentkv.engine.sampling import Sampler, TokenLogprob
+from agentkv.kv.contract import CapturedPart, SequenceKV, Undo
+from agentkv.types import FinishReason, Span
+
+__all__ = ["Generation", "Job", "JobResult", "TokenSink", "Verdict"]
+
+Verdict = Literal["go on", "stop"]
+
+
+class TokenSink(ABC):
+    """Takes each generated token, on the model thread; must be quick and must not raise."""
+
+    @abstractmethod
+    def push(self, token: int, logprob: TokenLogprob | None) -> Verdict:
+        """The next token. ``"stop"`` ends the generation after it (an end token, a stop string)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What to do once the input is computed: at most ``max_tokens`` tokens, through ``sink``."""
+
+    sampler: Sampler
+    max_tokens: int
+    sink: TokenSink
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """``tokens``: the generated ids; the last one has no KV yet. Times in seconds, from submission.
+
+    ``windows``: the sliding groups' keys at each resume point the prefill passed.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    queued_seconds: float
+    prefill_seconds: float
+    first_token_seconds: float | None
+    windows: dict[int, tuple[CapturedPart, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Tokens to compute behind ``kv.length``, then perhaps tokens to generate.
+
+    At least one token is fed: sampling needs the logits of the last one. ``feed`` is cut into pieces of ``piece``
+    tokens counted from its start, and at each of ``resume_points`` (ledger positions): the cuts depend on the turn
+    alone, never on the load, since they show in the bits of bf16.
+    """
+
+    kv: SequenceKV
+    feed: Sequence[int]
+    piece: int
+    resume_points: Sequence[int] = ()
+    generation: Generation | None = None
+
+    cancelled: bool = False
+    undo: Undo | None = None
+    pieces: list[Span] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    windows: dict[int, tuple[CapturedPart, ...]] = field(default_factory=dict)
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    prefilled: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.feed:
+            raise ValueError("a job computes at least one token: feed is empty")
+        if self.piece < 1:
+            raise ValueError(f"pieces hold at least one token, got {self.piece}")
+
+    def begin(self) -> None:
+        """On the model thread, when the job is taken up: the way back, and the cuts."""
+        self.started = time.perf_counter()
+        self.undo = self.kv.undo_record()
+        start = self.kv.length
+        cuts = [start, *(p for p in sorted(self.resume_points) if start < p < start + len(self.feed))]
+        for a, b in zip(cuts, [*cuts[1:], start + len(self.feed)], strict=True):
+            self.pieces.extend(Span(a, b).split(self.piece))
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the input is computed and a generated token waits to be fed."""
+        return not self.pieces
+
+    def next_ids(self) -> Sequence[int]:
+        """What the next step computes: the next piece, or the last generated token."""
+        if self.pieces:
+            start = self.pieces[-1].stop - len(self.feed)
+            piece = self.pieces[0]
+            return self.feed[piece.start - start : piece.stop - start]
+        return self.tokens[-1:]
+
+    def wants_logits(self) -> bool:
+        """Whether the next step's last row is sampled."""
+        return self.generation is not None and len(self.pieces) <= 1
+
+    def result(self, finish_reason: FinishReason | None, first_token: float | None) -> JobResult:
+        """What the owner gets."""
+        started = self.started or self.submitted
+        return JobResult(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish_reason=finish_reason,
+            queued_seconds=started - self.submitted,
+            prefill_seconds=(self.prefilled or started) - started,
+            first_token_seconds=first_token,
+            windows=self.windows,
+        )

@@ -1,0 +1,109 @@
+"""What turns return: replies, stream events, items, session states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentkv.types import FinishReason, RestoreReport, SessionState, Span, Tier, Usage
+
+__all__ = ["Done", "Event", "Item", "Logprob", "Reply", "SessionInfo", "TextDelta"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A generated token, its natural-log probability, and the likeliest alternatives (id, log-probability)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One message, tool call or tool result, and the ledger positions it occupies."""
+
+    id: str
+    turn: int
+    role: str
+    kind: Literal["message", "tool_call", "tool_result", "tokens"]
+    content: Mapping[str, Any]
+    span: Span
+    generated: bool
+
+    @property
+    def text(self) -> str:
+        """The message's text; empty for token-level items."""
+        return str(self.content.get("content") or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One committed turn's answer.
+
+    ``ids``: the generated tokens, an end token included. ``ttft_seconds``: from the call to the first token,
+    restoring included. ``seed``: what reproduces it; ``None`` for greedy decoding.
+    """
+
+    session_id: str
+    item_id: str
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    restore: RestoreReport
+    ttft_seconds: float
+    seconds: float
+    ids: tuple[int, ...]
+    logprobs: tuple[Logprob, ...] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of the reply; whole characters only."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The last event: the turn is committed. ``text`` is empty, so that printing every event prints the reply."""
+
+    reply: Reply
+    text: str = ""
+
+
+Event = TextDelta | Done
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as it is now.
+
+    ``ledger_tokens``: the conversation's length. ``kv_tokens``: of which have KV, on the device if ``state`` is
+    ``live``. ``stored_tokens``: of which are on disk. Bytes: reserved on the device, encoded in host memory, encoded
+    on disk. ``kept`` and ``evicted``: spans of the ledger that the retention policy holds or gave up.
+    """
+
+    id: str
+    agent_id: str | None
+    state: SessionState
+    tier: Tier | None
+    busy: bool
+    model: str
+    policy: str
+    idle_codec: str
+    turns: int
+    ledger_tokens: int
+    kv_tokens: int
+    stored_tokens: int
+    pinned: Span
+    kept: tuple[Span, ...]
+    evicted: tuple[Span, ...]
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    created_at: float
+    updated_at: float
+    metadata: Mapping[str, Any]

@@ -1,0 +1,144 @@
+"""One session in this process: its record, its ledger, its KV, and who may touch them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from agentkv.engine.templates import ChatTemplate, LastRole
+from agentkv.errors import Closed, SessionBusy
+from agentkv.kv.contract import CapturedPart, SequenceKV
+from agentkv.schemas.messages import Message, ToolCall
+from agentkv.sessions.db.records import ItemRecord, Manifest, SessionRecord
+from agentkv.sessions.db.repository import Repository
+from agentkv.types import SessionState
+
+__all__ = ["SessionCore"]
+
+
+@dataclass(slots=True, eq=False)
+class SessionCore:
+    """The state behind every handle of one session.
+
+    ``gate`` is held by whoever changes KV: a turn, a demotion, a restore. ``stored``: ledger tokens that the manifest
+    covers (``None``: ask it); ``snapped``: of which, and more, snapshots are taken. ``early``: sliding windows captured
+    at resume points that are not stored yet. ``held``: its chunks in the host tier, with their bytes; ``unsaved``: what
+    of them the disk refused, behind the manifest's end.
+    """
+
+    record: SessionRecord
+    state: SessionState
+    kv: SequenceKV | None = None
+    ledger: array[int] | None = None
+    stored: int | None = None
+    snapped: int | None = None
+    early: dict[int, tuple[CapturedPart, ...]] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    unsaved: Manifest | None = None
+    reserved: int = 0
+    gate: asyncio.Lock = field(default_factory=asyncio.Lock)
+    turns: int = 0
+    writing: asyncio.Task[None] | None = None
+    pending: int = 0
+    written_chunks: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+    deleted: bool = False
+    items: int = 0
+    last_item: ItemRecord | None = None
+    last_calls: tuple[ToolCall, ...] = ()
+    last_finish: str | None = None
+    template: ChatTemplate | None = None
+
+    @property
+    def id(self) -> str:
+        """The session's id."""
+        return self.record.id
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody runs a turn on it, waits for one, or moves it."""
+        return not self.turns and not self.gate.locked()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the ledger holds the head and nothing else."""
+        return self.record.ledger_length == self.record.pinned
+
+    @asynccontextmanager
+    async def turn(self, wait_seconds: float | None) -> AsyncIterator[Callable[[], None]]:
+        """Be the session's only writer. ``None`` refuses with ``SessionBusy`` at once where another turn runs.
+
+        A demotion or restore under way is waited for in any case: it is short, and the turn needs its outcome. Yields
+        what to call when the turn has its answer: the next one is then not refused, though it still waits for the gate.
+        """
+        if self.turns and wait_seconds is None:
+            raise SessionBusy(self.id)
+        self.turns += 1
+        counted = True
+
+        def answered() -> None:
+            nonlocal counted
+            if counted:
+                counted = False
+                self.turns -= 1
+
+        try:
+            try:
+                async with asyncio.timeout(wait_seconds if self.turns > 1 else None):
+                    await self.gate.acquire()
+            except TimeoutError:
+                raise SessionBusy(self.id) from None
+            try:
+                self.check_open()
+                yield answered
+            finally:
+                self.last_used = time.monotonic()
+                self.gate.release()
+        finally:
+            answered()
+
+    def check_open(self) -> None:
+        """``Closed`` once the session is deleted."""
+        if self.deleted:
+            raise Closed(f"session {self.id} was deleted")
+
+    async def load(self, repository: Repository) -> array[int]:
+        """The ledger, and what the next turn must know of the last one. Call with the gate held."""
+        if self.ledger is None:
+            items = await repository.items(self.id)
+            last_turn = await repository.last_turn(self.id)
+            self.last_finish = last_turn.finish_reason if last_turn else None
+            self.note_items(items)
+            self.ledger = await repository.ledger(self.id)
+        return self.ledger
+
+    def note_items(self, items: Sequence[ItemRecord]) -> None:
+        """Keep what the next turn's rendering needs of newly committed items."""
+        for item in items:
+            self.items = item.seq + 1
+            self.last_item = item
+            if item.role == "assistant" and item.kind != "tokens":
+                self.last_calls = Message.from_canonical(item.content).tool_calls
+
+    @property
+    def last_role(self) -> LastRole | None:
+        """Role of the last message; ``None`` before the first, or after raw tokens."""
+        item = self.last_item
+        if item is None or item.kind == "tokens":
+            return None
+        role: LastRole = item.role  # type: ignore[assignment]
+        return role
+
+    def chat(self, tokenizer: Any) -> ChatTemplate:
+        """The session's frozen template. Blocking the first time."""
+        if self.template is None:
+            r = self.record
+            now = datetime.fromtimestamp(r.created_at, UTC)
+            self.template = ChatTemplate(tokenizer, r.template_args, r.tools, r.system, now=now)
+        return self.template

@@ -1,0 +1,239 @@
+"""Manifests, references to chunks, and the sweep: plain functions, each the body of one transaction.
+
+The life of a chunk row::
+
+    append_segments          last reference dropped        claim_garbage        forget_chunks
+    ──────────────▶  refs>0  ─────────────────────▶ refs=0 ─────────────▶ deleting ───────────▶ tombstone
+                       ▲       append_segments        │       append_segments │      append_segments │
+                       └──────────────────────────────┘       ChunkCondemned ─┘      (a new row) ◀───┘
+
+The caller deletes the file between ``claim_garbage`` and ``forget_chunks``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy.orm import Session
+
+from agentkv.sessions.db.ledger import session_row
+from agentkv.sessions.db.records import (
+    ChunkCondemned,
+    ChunkRecord,
+    Manifest,
+    ManifestConflict,
+    ResumePoint,
+    SegmentRecord,
+)
+from agentkv.sessions.db.schema import ChunkRow, ResumePointRow, SegmentRow, SessionRow, TombstoneRow
+from agentkv.types import Span
+
+__all__ = [
+    "append_segments",
+    "chunk_bytes",
+    "claim_garbage",
+    "delete_session",
+    "forget_chunks",
+    "known_chunk_ids",
+    "manifest",
+    "tombstoned",
+    "truncate_manifest",
+]
+
+_BATCH = 500
+
+
+def append_segments(
+    db: Session,
+    session_id: str,
+    chunks: Sequence[ChunkRecord],
+    segments: Sequence[SegmentRecord],
+    resume_points: Sequence[ResumePoint],
+) -> None:
+    """Continue the manifest where it ends; rows of unknown chunks are made, references are counted."""
+    session = session_row(db, session_id, lock=True)
+    end = _manifest_end(db, session_id)
+    for segment in segments:
+        if segment.span.start != end or len(segment.span) == 0:
+            raise ManifestConflict(
+                f"segment [{segment.span.start}, {segment.span.stop}) does not continue the manifest of {session_id}, "
+                f"which ends at {end}"
+            )
+        end = segment.span.stop
+    if end > session.ledger_length:
+        raise ManifestConflict(f"segments reach {end}, the ledger of {session_id} has {session.ledger_length} tokens")
+    for point in resume_points:
+        if not 0 <= point.position <= end:
+            raise ManifestConflict(f"resume point {point.position} lies outside the stored [0, {end}) of {session_id}")
+
+    offered = {chunk.id: chunk for chunk in chunks}
+    uses = Counter(segment.chunk_id for segment in segments)
+    rows = _locked_chunks(db, sorted(offered.keys() | uses.keys()))
+    for row in rows.values():
+        if row.deleting:
+            raise ChunkCondemned(row.id)
+    for new_id in sorted(offered.keys() - rows.keys()):
+        rows[new_id] = _new_chunk(offered[new_id])
+        db.add(rows[new_id])
+    for segment in segments:
+        _check_within(segment, rows.get(segment.chunk_id), session)
+    for chunk_id, count in uses.items():
+        rows[chunk_id].refs += count
+    db.flush()
+    for batch in _batches(sorted(offered)):
+        # Written again after it was deleted: it is wanted now.
+        db.execute(delete(TombstoneRow).where(TombstoneRow.chunk_id.in_(batch)))
+
+    if segments:
+        db.execute(
+            insert(SegmentRow),
+            [
+                {"session_id": session_id, "start": s.span.start, "stop": s.span.stop, "chunk_id": s.chunk_id}
+                for s in segments
+            ],
+        )
+    known = set(_resume_points(db, session_id))
+    fresh = sorted(set(resume_points) - known)
+    if fresh:
+        db.execute(
+            insert(ResumePointRow),
+            [{"session_id": session_id, "position": p.position, "kind": p.kind} for p in fresh],
+        )
+
+
+def manifest(db: Session, session_id: str) -> Manifest:
+    """The stored KV of a session, in ledger order."""
+    session_row(db, session_id)
+    rows = db.execute(
+        select(SegmentRow.chunk_id, SegmentRow.start, SegmentRow.stop)
+        .where(SegmentRow.session_id == session_id)
+        .order_by(SegmentRow.start)
+    )
+    segments = tuple(SegmentRecord(chunk_id, Span(start, stop)) for chunk_id, start, stop in rows)
+    return Manifest(segments, tuple(_resume_points(db, session_id)))
+
+
+def truncate_manifest(db: Session, session_id: str, position: int) -> list[str]:
+    """Nothing stored at or after ``position`` remains. Returns the chunks that lost their last reference."""
+    session_row(db, session_id, lock=True)
+    mine = SegmentRow.session_id == session_id
+    dropped = Counter(db.scalars(select(SegmentRow.chunk_id).where(mine, SegmentRow.start >= position)))
+    db.execute(delete(SegmentRow).where(mine, SegmentRow.start >= position))
+    db.execute(update(SegmentRow).where(mine, SegmentRow.stop > position).values(stop=position))
+    db.execute(
+        delete(ResumePointRow).where(ResumePointRow.session_id == session_id, ResumePointRow.position > position)
+    )
+    return _release(db, dropped)
+
+
+def delete_session(db: Session, session_id: str, tenant: str) -> list[str]:
+    """The session with everything of it. Returns the chunks that lost their last reference."""
+    session_row(db, session_id, tenant=tenant, lock=True)
+    dropped = Counter(db.scalars(select(SegmentRow.chunk_id).where(SegmentRow.session_id == session_id)))
+    db.execute(delete(SessionRow).where(SessionRow.id == session_id))
+    return _release(db, dropped)
+
+
+def claim_garbage(db: Session, limit: int) -> list[str]:
+    """Up to ``limit`` chunks that the caller may delete now: fresh ones, then those claimed and never forgotten."""
+    unused = select(ChunkRow).where(ChunkRow.refs == 0).order_by(ChunkRow.id).with_for_update()
+    fresh = list(db.scalars(unused.where(~ChunkRow.deleting).limit(limit)))
+    left_over = list(db.scalars(unused.where(ChunkRow.deleting).limit(limit - len(fresh))))
+    for row in fresh:
+        row.deleting = True
+    return [row.id for row in (*fresh, *left_over)]
+
+
+def forget_chunks(db: Session, ids: Sequence[str], at: float) -> None:
+    """Replace claimed rows, and ids without a row, by tombstones. ``ManifestConflict`` for a row not claimed."""
+    unique = sorted(set(ids))
+    for row in _locked_chunks(db, unique).values():
+        if not row.deleting or row.refs:
+            raise ManifestConflict(f"chunk {row.id} was not claimed for deletion and has {row.refs} references")
+    for batch in _batches(unique):
+        db.execute(delete(ChunkRow).where(ChunkRow.id.in_(batch)))
+        db.execute(delete(TombstoneRow).where(TombstoneRow.chunk_id.in_(batch)))
+        db.execute(insert(TombstoneRow), [{"chunk_id": chunk_id, "at": at} for chunk_id in batch])
+
+
+def known_chunk_ids(db: Session) -> set[str]:
+    """Every chunk with a row, condemned and claimed ones included."""
+    return set(db.scalars(select(ChunkRow.id)))
+
+
+def chunk_bytes(db: Session) -> dict[str, int]:
+    """Bytes of all chunk files with a row, by KV fingerprint."""
+    rows = db.execute(select(ChunkRow.kv_fingerprint, func.sum(ChunkRow.nbytes)).group_by(ChunkRow.kv_fingerprint))
+    return {fingerprint: int(nbytes) for fingerprint, nbytes in rows}
+
+
+def tombstoned(db: Session, ids: Sequence[str]) -> set[str]:
+    """Those of ``ids`` that were deleted on purpose."""
+    found: set[str] = set()
+    for batch in _batches(sorted(set(ids))):
+        found.update(db.scalars(select(TombstoneRow.chunk_id).where(TombstoneRow.chunk_id.in_(batch))))
+    return found
+
+
+def _manifest_end(db: Session, session_id: str) -> int:
+    return db.scalar(select(func.max(SegmentRow.stop)).where(SegmentRow.session_id == session_id)) or 0
+
+
+def _resume_points(db: Session, session_id: str) -> list[ResumePoint]:
+    rows = db.execute(
+        select(ResumePointRow.position, ResumePointRow.kind)
+        .where(ResumePointRow.session_id == session_id)
+        .order_by(ResumePointRow.position, ResumePointRow.kind)
+    )
+    return [ResumePoint(position, kind) for position, kind in rows]
+
+
+def _locked_chunks(db: Session, ids: Sequence[str]) -> dict[str, ChunkRow]:
+    # In the order of their ids, always, so that two transactions cannot wait for each other.
+    rows: dict[str, ChunkRow] = {}
+    for batch in _batches(ids):
+        query = select(ChunkRow).where(ChunkRow.id.in_(batch)).order_by(ChunkRow.id).with_for_update()
+        rows.update((row.id, row) for row in db.scalars(query))
+    return rows
+
+
+def _release(db: Session, dropped: Mapping[str, int]) -> list[str]:
+    condemned: list[str] = []
+    for row in _locked_chunks(db, sorted(dropped)).values():
+        row.refs -= dropped[row.id]
+        if row.refs == 0:
+            condemned.append(row.id)
+    return condemned
+
+
+def _new_chunk(chunk: ChunkRecord) -> ChunkRow:
+    return ChunkRow(
+        id=chunk.id,
+        lookup_key=chunk.lookup_key,
+        tenant=chunk.tenant,
+        kv_fingerprint=chunk.kv_fingerprint,
+        start=chunk.span.start,
+        stop=chunk.span.stop,
+        codec=chunk.codec,
+        nbytes=chunk.nbytes,
+        refs=0,
+        deleting=False,
+    )
+
+
+def _check_within(segment: SegmentRecord, chunk: ChunkRow | None, session: SessionRow) -> None:
+    if chunk is None or chunk.tenant != session.tenant:
+        raise ManifestConflict(f"segment of {session.id} names chunk {segment.chunk_id}, which is not known here")
+    if not chunk.start <= segment.span.start < segment.span.stop <= chunk.stop:
+        raise ManifestConflict(
+            f"segment [{segment.span.start}, {segment.span.stop}) of {session.id} is not within chunk {chunk.id}, "
+            f"which holds [{chunk.start}, {chunk.stop})"
+        )
+
+
+def _batches(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    # SQLite and PostgreSQL limit the parameters of one statement.
+    for start in range(0, len(ids), _BATCH):
+        yield ids[start : start + _BATCH]

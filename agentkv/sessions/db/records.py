@@ -1,0 +1,153 @@
+"""What the database holds, as plain values. Nothing here imports sqlalchemy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentkv.errors import AgentKVError
+from agentkv.types import Span
+
+__all__ = [
+    "ChunkCondemned",
+    "ChunkRecord",
+    "ItemKind",
+    "ItemRecord",
+    "LedgerConflict",
+    "Manifest",
+    "ManifestConflict",
+    "ResumePoint",
+    "SegmentRecord",
+    "SessionRecord",
+    "StoredState",
+    "TurnKind",
+    "TurnRecord",
+]
+
+StoredState = Literal["new", "live", "host", "disk"]
+ItemKind = Literal["message", "tool_call", "tool_result", "tokens"]
+TurnKind = Literal["send", "append", "continue", "head"]
+
+
+class LedgerConflict(AgentKVError):
+    """The ledger is not where this writer believed: someone else wrote in between. Nothing was written."""
+
+
+class ManifestConflict(AgentKVError):
+    """Segments, chunks or resume points contradict the manifest. Nothing was written."""
+
+
+class ChunkCondemned(ManifestConflict):
+    """A chunk is being deleted by the sweep, its file may be gone. Nothing was written.
+
+    Wait until the sweep has forgotten ``chunk_id``, write the file anew, and append again.
+    """
+
+    def __init__(self, chunk_id: str) -> None:
+        super().__init__(f"chunk {chunk_id} is being deleted; write its file again once the sweep has forgotten it")
+        self.chunk_id = chunk_id
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """One session's row.
+
+    ``pinned``: tokens of the pinned prefix. ``kv_length``: tokens of KV that existed at the last commit (the last
+    generated token has none yet). ``created_at``, ``updated_at``: unix seconds.
+    """
+
+    id: str
+    tenant: str
+    agent_id: str | None
+    model: str
+    kv_fingerprint: str
+    session_fingerprint: str
+    policy: str
+    idle_codec: str
+    system: str | None
+    tools: list[Any] | None
+    template_args: dict[str, Any]
+    metadata: dict[str, Any]
+    pinned: int
+    ledger_length: int
+    kv_length: int
+    turns: int
+    created_at: float
+    updated_at: float
+    state: StoredState = "new"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    """One message, tool call or tool result; ``content`` is its canonical message."""
+
+    id: str
+    seq: int
+    turn: int
+    role: str
+    kind: ItemKind
+    content: Any
+    span: Span
+    generated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """What one turn added to the ledger. ``seq`` counts from 0; ``created_at`` is in unix seconds."""
+
+    seq: int
+    span: Span
+    kind: TurnKind
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    seed: int | None
+    restore: dict[str, Any] | None
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """One stored chunk; ``nbytes`` is the size of its file."""
+
+    id: str
+    lookup_key: str
+    tenant: str
+    kv_fingerprint: str
+    span: Span
+    codec: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """The part ``span`` of the ledger that a manifest takes from a chunk; may be shorter than the chunk."""
+
+    chunk_id: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ResumePoint:
+    """A ledger position at which everything needed to go on is stored."""
+
+    position: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A session's stored KV: segments in ledger order without a gap from 0, resume points in order."""
+
+    segments: tuple[SegmentRecord, ...] = ()
+    resume_points: tuple[ResumePoint, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Ledger tokens that the segments cover."""
+        return self.segments[-1].span.stop if self.segments else 0
+
+    def followed_by(self, more: Manifest) -> Manifest:
+        """This manifest continued by ``more``, which begins where this one ends."""
+        return Manifest(self.segments + more.segments, self.resume_points + more.resume_points)

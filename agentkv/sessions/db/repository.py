@@ -1,0 +1,219 @@
+"""The one door to the database: every method is one transaction."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Self
+
+from sqlalchemy import text
+
+from agentkv.sessions.db import ledger, manifest
+from agentkv.sessions.db.engine import async_url
+from agentkv.sessions.db.records import (
+    ChunkRecord,
+    ItemRecord,
+    Manifest,
+    ResumePoint,
+    SegmentRecord,
+    SessionRecord,
+    StoredState,
+    TurnRecord,
+)
+from agentkv.sessions.db.transactions import Patience, Transactions
+from agentkv.sessions.db.upgrade import revision, upgrade
+from agentkv.types import Span
+
+__all__ = ["Repository"]
+
+
+class Repository:
+    """Sessions, ledgers, manifests and the chunk index in SQL. Open with ``async with await Repository.open(url)``.
+
+    Every method may raise ``DatabaseUnavailable`` after bounded retries, ``StorageFull``, and ``Closed``. A method
+    that raises has written nothing. The exception is a cancelled one: it raises ``CancelledError`` only once its
+    transaction has ended, and that may have been committed. Methods of a session raise ``SessionNotFound``.
+    """
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+
+    @classmethod
+    async def open(cls, url: str, *, patience: Patience | None = None) -> Repository:
+        """Connect, creating and migrating as needed. Raises ``InvalidRequest`` for a database it cannot work with."""
+        transactions = Transactions(async_url(url), patience or Patience())
+        try:
+            await upgrade(transactions)
+        except BaseException:
+            await transactions.close()
+            raise
+        return cls(transactions)
+
+    async def close(self) -> None:
+        """Wait for what is running and close the connections; a second call does nothing."""
+        await self._transactions.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    async def ping(self) -> None:
+        """Returns if the database answers."""
+        await self._transactions.read(lambda db: db.execute(text("SELECT 1")).close())
+
+    async def version(self) -> str:
+        """The schema revision of the database."""
+        return await self._transactions.read(revision) or ""
+
+    async def create_session(
+        self, record: SessionRecord, items: Sequence[ItemRecord], ids: Sequence[int], turn: TurnRecord | None
+    ) -> None:
+        """Store a new session, with the items, token ids and turn that its head put into the ledger.
+
+        Raises ``InvalidRequest`` where the record's lengths contradict them, or the id is taken.
+        """
+        packed = ledger.pack_ids(ids)
+        await self._transactions.write(lambda db: ledger.create_session(db, record, items, packed, turn))
+
+    async def get_session(self, session_id: str, tenant: str = "default") -> SessionRecord:
+        """The session; another tenant's is not found."""
+        return await self._transactions.read(partial(ledger.get_session, session_id=session_id, tenant=tenant))
+
+    async def list_sessions(
+        self, tenant: str = "default", agent_id: str | None = None, limit: int = 100, before: str | None = None
+    ) -> list[SessionRecord]:
+        """Newest first. ``before``: the id of the last session of the previous page."""
+        return await self._transactions.read(lambda db: ledger.list_sessions(db, tenant, agent_id, limit, before))
+
+    async def count_sessions(self, tenant: str | None = None) -> int:
+        """Sessions of one tenant, or of all."""
+        return await self._transactions.read(lambda db: ledger.count_sessions(db, tenant))
+
+    async def update_session(self, session_id: str, tenant: str = "default", **fields: Any) -> SessionRecord:
+        """Set fields that may change between turns, and return the new record.
+
+        These are ``agent_id``, ``metadata``, ``idle_codec``, ``model``, the two fingerprints, and, without touching
+        ``updated_at``, ``state``, ``kv_length``, ``pinned``. Any other raises ``InvalidRequest``.
+        """
+        return await self._transactions.write(lambda db: ledger.update_session(db, session_id, tenant, fields))
+
+    async def delete_session(self, session_id: str, tenant: str = "default") -> list[str]:
+        """Delete a session. Returns the chunks that lost their last reference; the sweep can claim them now."""
+        return await self._transactions.write(lambda db: manifest.delete_session(db, session_id, tenant))
+
+    async def reset_states(self) -> int:
+        """At start-up: every session whose state is not ``new`` is on ``disk``. Returns how many changed."""
+        return await self._transactions.write(ledger.reset_states)
+
+    async def commit_turn(
+        self,
+        session_id: str,
+        turn: TurnRecord,
+        items: Sequence[ItemRecord],
+        ids: Sequence[int],
+        *,
+        expect_length: int,
+        kv_length: int,
+        pinned: int | None = None,
+        state: StoredState | None = None,
+    ) -> None:
+        """Append a turn, whole or not at all: its ids, items, the turn itself and the session's counters.
+
+        ``expect_length``: the ledger length this turn started from. Raises ``LedgerConflict`` if the ledger is
+        elsewhere (two writers), ``InvalidRequest`` where spans contradict the ids. ``state`` changes in the same
+        transaction where given.
+        """
+        packed = ledger.pack_ids(ids)
+        await self._transactions.write(
+            lambda db: ledger.commit_turn(
+                db,
+                session_id,
+                turn,
+                items,
+                packed,
+                expect_length=expect_length,
+                kv_length=kv_length,
+                pinned=pinned,
+                state=state,
+            )
+        )
+
+    async def ledger(self, session_id: str) -> array[int]:
+        """All token ids of a session, as an ``array('i')``."""
+        return await self._transactions.read(lambda db: ledger.ledger_span(db, session_id, None))
+
+    async def ledger_span(self, session_id: str, span: Span) -> array[int]:
+        """The token ids of ``span``; ``InvalidRequest`` if it leaves the ledger."""
+        return await self._transactions.read(lambda db: ledger.ledger_span(db, session_id, span))
+
+    async def items(self, session_id: str) -> list[ItemRecord]:
+        """All items in order."""
+        return await self._transactions.read(lambda db: ledger.items(db, session_id))
+
+    async def turns(self, session_id: str) -> list[TurnRecord]:
+        """All turns in order."""
+        return await self._transactions.read(lambda db: ledger.turns(db, session_id))
+
+    async def last_turn(self, session_id: str) -> TurnRecord | None:
+        """The newest turn; ``None`` before the first."""
+        return await self._transactions.read(lambda db: ledger.last_turn(db, session_id))
+
+    async def append_segments(
+        self,
+        session_id: str,
+        chunks: Sequence[ChunkRecord],
+        segments: Sequence[SegmentRecord],
+        resume_points: Sequence[ResumePoint] = (),
+    ) -> None:
+        """Continue the manifest: make rows for new chunks, count references, add resume points.
+
+        A segment may name a chunk that has a row already and is not in ``chunks``. Resume points that exist are left.
+        Raises ``ManifestConflict`` for segments that do not continue the manifest, overrun ledger or chunk, or name
+        an unknown chunk; ``ChunkCondemned`` for a chunk that the sweep is deleting.
+        """
+        await self._transactions.write(
+            lambda db: manifest.append_segments(db, session_id, chunks, segments, resume_points)
+        )
+
+    async def manifest(self, session_id: str) -> Manifest:
+        """The stored KV of a session."""
+        return await self._transactions.read(lambda db: manifest.manifest(db, session_id))
+
+    async def truncate_manifest(self, session_id: str, position: int) -> list[str]:
+        """Drop or shorten segments so that none reaches beyond ``position``, and resume points beyond it.
+
+        Returns the chunks that lost their last reference.
+        """
+        return await self._transactions.write(lambda db: manifest.truncate_manifest(db, session_id, position))
+
+    async def claim_garbage(self, limit: int = 100) -> list[str]:
+        """Up to ``limit`` chunks without references, now marked: their files may be deleted, nobody can attach.
+
+        Where they leave room, chunks claimed earlier and never forgotten (a crash, a failed deletion) follow.
+        """
+        return await self._transactions.write(lambda db: manifest.claim_garbage(db, limit))
+
+    async def forget_chunks(self, ids: Iterable[str]) -> None:
+        """Remove the rows of chunks whose files are gone, and leave tombstones.
+
+        An id without a row (an orphan file) gets its tombstone too. ``ManifestConflict`` if a row was not claimed.
+        """
+        unique, at = list(ids), time.time()
+        await self._transactions.write(lambda db: manifest.forget_chunks(db, unique, at))
+
+    async def known_chunk_ids(self) -> set[str]:
+        """Every chunk with a row, whatever its references."""
+        return await self._transactions.read(manifest.known_chunk_ids)
+
+    async def chunk_bytes(self) -> dict[str, int]:
+        """Bytes of all chunk files with a row, by KV fingerprint."""
+        return await self._transactions.read(manifest.chunk_bytes)
+
+    async def tombstoned(self, ids: Iterable[str]) -> set[str]:
+        """Those of ``ids`` that were deleted on purpose."""
+        wanted = list(ids)
+        return await self._transactions.read(lambda db: manifest.tombstoned(db, wanted))

@@ -1,0 +1,242 @@
+"""All sessions of one runtime: create, find, list, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from agentkv.codecs import CODECS
+from agentkv.engine.loading import LoadedModel
+from agentkv.engine.templates import ChatTemplate
+from agentkv.errors import Closed, ContextTooLong, InvalidRequest, SessionNotFound
+from agentkv.schemas.messages import Message
+from agentkv.schemas.replies import Event
+from agentkv.sessions.core import SessionCore
+from agentkv.sessions.db.records import ItemRecord, SessionRecord, TurnRecord
+from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.session import Session
+from agentkv.sessions.tiers import Tiers
+from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
+from agentkv.settings import Settings
+from agentkv.types import RestoreReport, SessionState, Span
+
+__all__ = ["Sessions"]
+
+T = TypeVar("T")
+_TENANT = "default"
+_POLICIES = ("full",)
+
+
+class Sessions:
+    """``kv.sessions``. One object a runtime; every method may be called from any task of its loop."""
+
+    def __init__(self, settings: Settings, model: LoadedModel, repository: Repository) -> None:
+        self.repository = repository
+        self._settings = settings
+        self._model = model
+        self._cores: dict[str, SessionCore] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self.tiers: Tiers
+
+    def cores(self) -> list[SessionCore]:
+        """Sessions that this process has touched."""
+        return list(self._cores.values())
+
+    async def create(
+        self,
+        system: str | None = None,
+        *,
+        agent_id: str | None = None,
+        policy: str = "full",
+        idle_codec: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """A new conversation. System prompt, tools and template arguments are frozen with it.
+
+        Raises ``InvalidRequest`` for what the template or this runtime cannot honour.
+        """
+        self._check_open()
+        if policy not in _POLICIES:
+            raise InvalidRequest(f"unknown policy {policy!r}; known: {', '.join(_POLICIES)}", param="policy")
+        codec = idle_codec or self._settings.idle_codec
+        CODECS.get(codec)
+        if system is not None and not isinstance(system, str):
+            raise InvalidRequest(f"system must be a string, not {type(system).__name__}", param="system")
+        now = time.time()
+        record = SessionRecord(
+            id=f"sess_{secrets.token_hex(16)}",
+            tenant=_TENANT,
+            agent_id=agent_id,
+            model=self._model.name,
+            kv_fingerprint=self._model.fingerprints.kv,
+            session_fingerprint=self._model.fingerprints.session,
+            policy=policy,
+            idle_codec=codec,
+            system=system,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            template_args=dict(template_args or {}),
+            metadata=dict(metadata or {}),
+            pinned=0,
+            ledger_length=0,
+            kv_length=0,
+            turns=0,
+            created_at=now,
+            updated_at=now,
+        )
+        core = SessionCore(record, SessionState.NEW)
+        template, head = await asyncio.to_thread(self._head, core)
+        limit = self._model.context_limit
+        if len(head) >= limit:
+            raise ContextTooLong(
+                tokens=len(head) + 1, limit=limit, advice="system prompt and tools alone exceed it; shorten them"
+            )
+        items, turn = _head_records(system, head, now)
+        core.record = SessionRecord(
+            **{
+                **{name: getattr(record, name) for name in SessionRecord.__dataclass_fields__},
+                "pinned": len(head),
+                "ledger_length": len(head),
+                "turns": 1 if turn else 0,
+            }
+        )
+        await self.repository.create_session(core.record, items, head, turn)
+        core.template = template
+        self._cores[core.id] = core
+        return Session(core, self)
+
+    def _head(self, core: SessionCore) -> tuple[ChatTemplate | None, list[int]]:
+        if self._model.tokenizer is None:
+            if core.record.system is not None or core.record.tools or core.record.template_args:
+                raise InvalidRequest(
+                    "this model has no tokenizer: create the session without system, tools and template_args, "
+                    "then use append_tokens and generate_tokens",
+                    param="system",
+                )
+            return None, []
+        template = core.chat(self._model.tokenizer)
+        return template, template.head().ids
+
+    async def get(self, session_id: str) -> Session:
+        """An existing conversation, wherever its KV is. ``SessionNotFound`` if there is none."""
+        self._check_open()
+        core = self._cores.get(session_id)
+        if core is None:
+            record = await self.repository.get_session(session_id, _TENANT)
+            self._check_ledger(record)
+            # Another task may have been faster: both must see one core.
+            core = self._cores.setdefault(session_id, SessionCore(record, SessionState(record.state)))
+        if core.deleted:
+            raise SessionNotFound(session_id)
+        return Session(core, self)
+
+    def _check_ledger(self, record: SessionRecord) -> None:
+        ours = self._model.fingerprints.session
+        if record.session_fingerprint.split(".")[0] != ours.split(".")[0]:
+            raise InvalidRequest(
+                f"session {record.id} was written with the tokenizer of {record.model!r}; {self._model.name!r} has another "
+                f"one and would misread it. Open the runtime with model={record.model!r}",
+                param="model",
+            )
+
+    async def list(
+        self, *, agent_id: str | None = None, limit: int = 100, before: str | None = None
+    ) -> list[SessionRecord]:
+        """Records, newest first; ``before`` is the last id of the previous page."""
+        self._check_open()
+        return await self.repository.list_sessions(_TENANT, agent_id, limit, before)
+
+    async def delete(self, session_id: str) -> int:
+        """Delete a conversation and the files that no other needs. Returns the bytes freed on disk.
+
+        Waits for a turn under way. ``SessionNotFound`` if there is none.
+        """
+        self._check_open()
+        core = self._cores.get(session_id)
+        if core is None:
+            core = SessionCore(await self.repository.get_session(session_id, _TENANT), SessionState.DISK)
+        return await asyncio.shield(self.tracked(self._delete(core)))
+
+    async def _delete(self, core: SessionCore) -> int:
+        async with core.gate:
+            if core.deleted:
+                raise SessionNotFound(core.id)
+            core.deleted = True
+            if core.writing is not None:
+                await asyncio.wait([core.writing])
+            try:
+                await self.repository.delete_session(core.id, _TENANT)
+            except SessionNotFound:
+                raise
+            except BaseException:
+                core.deleted = False
+                raise
+            await self.tiers.drop(core)
+            self._cores.pop(core.id, None)
+        return await self.tiers.writer.collect_garbage()
+
+    async def resume(self, core: SessionCore) -> RestoreReport:
+        """See ``Session.resume``."""
+        async with core.gate:
+            core.check_open()
+            await self.tiers.reserve(core, core.record.ledger_length)
+            try:
+                return await self.tiers.make_live(core)
+            finally:
+                self.tiers.settle(core)
+
+    async def run(self, core: SessionCore, request: TurnInput, wait: bool) -> AsyncIterator[Event | Appended]:
+        """Run a turn; see ``Turn``."""
+        self._check_open()
+        core.check_open()
+        turn = Turn(core, self._model, self.tiers, request, default_max_tokens=self._settings.max_tokens)
+        events = events_of(turn, self._tasks, self._settings.busy_wait_seconds if wait else None)
+        async with aclosing(events):  # type: ignore[type-var]
+            async for event in events:
+                yield event
+
+    def tracked(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that ``close`` waits for."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("this runtime is closed")
+
+    async def close(self) -> None:
+        """Cancel running turns, then store what is live. Idempotent."""
+        self._closed = True
+        running = [task for task in self._tasks if not task.done()]
+        for task in running:
+            if task.get_name() == "agentkv-turn":
+                task.cancel()
+        if running:
+            await asyncio.wait(running)
+        for core in self.cores():
+            async with core.gate:
+                if not core.deleted:
+                    await self.tiers.flush(core)
+                if core.kv is not None:
+                    core.kv.close()
+                    core.kv = None
+
+
+def _head_records(
+    system: str | None, head: Sequence[int], now: float
+) -> tuple[list[ItemRecord], TurnRecord | None]:
+    """The system span as an item, and the turn that put it into the ledger."""
+    if not head:
+        return [], None
+    span = Span(0, len(head))
+    content = Message(role="system", content=system or "").canonical()
+    item = ItemRecord(f"item_{secrets.token_hex(12)}", 0, 0, "system", "message", content, span, False)
+    return [item], TurnRecord(0, span, "head", None, len(head), 0, 0, None, None, now)

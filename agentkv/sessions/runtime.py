@@ -1,0 +1,239 @@
+"""The runtime: one home, one model, all its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from agentkv.errors import Closed, InvalidRequest
+from agentkv.settings import Settings
+
+if TYPE_CHECKING:
+    from agentkv.engine.loading import LoadedModel
+    from agentkv.sessions.db.repository import Repository
+    from agentkv.sessions.home import Home
+    from agentkv.sessions.manager import Sessions
+    from agentkv.storage.local import LocalBlobs
+
+__all__ = ["AgentKV"]
+
+logger = logging.getLogger(__name__)
+
+
+class AgentKV:
+    """An open runtime. ``async with AgentKV.open(model=…, home=…) as kv``, or ``kv = await AgentKV.open(…)`` and
+    ``await kv.close()``.
+
+    Every keyword is a field of :class:`~agentkv.settings.Settings`. Raises ``HomeLocked`` while another process has the
+    home, ``ModelUnavailable`` where the model cannot be had, ``Unsupported`` for a model that cannot be right here.
+    """
+
+    sessions: Sessions
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._home: Home | None = None
+        self._repository: Repository | None = None
+        self._model: LoadedModel | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._state = "new"
+
+    @classmethod
+    def open(cls, **settings: Any) -> Self:
+        """A runtime that starts on ``async with`` or ``await``."""
+        known = Settings.model_fields
+        for name in settings:
+            if name not in known:
+                raise InvalidRequest(f"unknown setting {name!r}; known: {', '.join(sorted(known))}", param=name)
+        try:
+            return cls(Settings(**settings))
+        except ValueError as error:
+            raise InvalidRequest(f"settings: {error}") from error
+
+    async def __aenter__(self) -> Self:
+        return await self._start()
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.close()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._start().__await__()
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model. ``Closed`` when the runtime is not open."""
+        if self._model is None:
+            raise Closed("this runtime is not open")
+        return self._model
+
+    async def _start(self) -> Self:
+        if self._state != "new":
+            raise Closed("a runtime is opened once; make another with AgentKV.open")
+        self._state = "open"
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _open(self) -> None:
+        settings = self.settings
+        # torch and transformers take seconds to import: not on the event loop.
+        await asyncio.to_thread(_import_engine)
+        from agentkv.sessions.db.repository import Repository
+        from agentkv.sessions.home import Home
+        from agentkv.sessions.manager import Sessions
+        from agentkv.storage.local import LocalBlobs
+
+        self._home = await asyncio.to_thread(Home, settings.home)
+        self._repository = await Repository.open(settings.database_url)
+        await self._repository.reset_states()
+        self._executor = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="agentkv-io")
+        loop = asyncio.get_running_loop()
+
+        def open_blobs() -> LocalBlobs:
+            disk = _total_disk(settings.home)
+            blobs = LocalBlobs(
+                settings.blobs_dir,
+                budget_bytes=_bytes(settings.disk_budget, disk),
+                margin_bytes=_bytes(settings.disk_margin, disk),
+            )
+            blobs.sweep()
+            return blobs
+
+        blobs = await loop.run_in_executor(self._executor, open_blobs)
+        self._model = await asyncio.to_thread(_load_model, settings)
+        self.sessions = Sessions(settings, self._model, self._repository)
+        self.sessions.tiers = self._tiers(blobs)
+        await self._sweep(blobs)
+        self._model.engine.start()
+        self._watch = asyncio.create_task(self.sessions.tiers.watch(), name="agentkv-idle")
+
+    def _tiers(self, blobs: LocalBlobs) -> Any:
+        from agentkv.sessions.restoring import ChunkReader
+        from agentkv.sessions.storing import ChunkWriter
+        from agentkv.sessions.tiers import Tiers
+        from agentkv.storage.host import HostTier
+        from agentkv.storage.naming import tenant_salt
+
+        assert self._model and self._repository and self._executor and self._home
+        settings, model = self.settings, self._model
+        writer = ChunkWriter(
+            self._repository,
+            blobs,
+            self._executor,
+            geometry=model.adapter.geometry,
+            kv_fingerprint=model.fingerprints.kv,
+            salt=tenant_salt(self._home.secret, "default"),
+            tenant="default",
+        )
+        host = HostTier(_bytes(settings.host_budget, _total_memory()))
+        reader = ChunkReader(
+            blobs,
+            host,
+            self._executor,
+            model.layout,
+            kv_fingerprint=model.fingerprints.kv,
+            tenant_digest=writer.tenant_digest,
+        )
+        return Tiers(
+            self._repository,
+            blobs,
+            host,
+            writer,
+            reader,
+            model.layout,
+            self._executor,
+            self.sessions.cores,
+            kv_fingerprint=model.fingerprints.kv,
+            device_budget=_bytes(settings.device_budget, _device_memory(model)),
+            idle_seconds=settings.idle_seconds,
+            disk_seconds=settings.disk_seconds,
+        )
+
+    async def _sweep(self, blobs: LocalBlobs) -> None:
+        """What a crash left: files that the index does not know are moved aside, deleted ones deleted, rows without
+        references collected."""
+        assert self._repository and self._executor
+        known = await self._repository.known_chunk_ids()
+        loop = asyncio.get_running_loop()
+        orphans = [
+            name for name, _ in await loop.run_in_executor(self._executor, lambda: list(blobs.list())) if name not in known
+        ]
+        if orphans:
+            buried = await self._repository.tombstoned(orphans)
+
+            def clear() -> None:
+                for name in orphans:
+                    if name in buried:
+                        blobs.delete(name)
+                    else:
+                        blobs.quarantine(name, "orphan")
+
+            await loop.run_in_executor(self._executor, clear)
+            logger.info("swept %d chunk files that no session names (%d were deleted ones)", len(orphans), len(buried))
+        await self.sessions.tiers.writer.collect_garbage()
+
+    async def close(self) -> None:
+        """Cancel running turns, write behind what is live, give everything back. Idempotent."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        if hasattr(self, "sessions"):
+            await self.sessions.close()
+        if self._model is not None:
+            await self._model.engine.stop()
+            self._model = None
+        if self._executor is not None:
+            await asyncio.to_thread(self._executor.shutdown)
+        if self._repository is not None:
+            await self._repository.close()
+        if self._home is not None:
+            await asyncio.to_thread(self._home.close)
+
+
+def _import_engine() -> None:
+    import agentkv.engine.loading
+    import agentkv.sessions.manager  # noqa: F401
+
+
+def _load_model(settings: Settings) -> LoadedModel:
+    from agentkv.engine.loading import load
+    from agentkv.models import pull
+
+    return load(pull(settings.model, settings), settings)
+
+
+def _bytes(amount: int | str, total: int) -> int:
+    """A number of bytes, or a share of ``total``."""
+    return amount if isinstance(amount, int) else int(total * float(amount.rstrip("%")) / 100)
+
+
+def _total_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _total_disk(path: Path) -> int:
+    stat = os.statvfs(path)
+    return stat.f_frsize * stat.f_blocks
+
+
+def _device_memory(model: LoadedModel) -> int:
+    device = model.adapter.device
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return _total_memory()
+
+

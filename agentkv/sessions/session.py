@@ -1,0 +1,187 @@
+"""The public face of one conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentkv.errors import InvalidRequest
+from agentkv.schemas.messages import MessageInput, normalise
+from agentkv.schemas.replies import Done, Event, Item, Reply, SessionInfo
+from agentkv.schemas.sampling import SamplingParams
+from agentkv.sessions.core import SessionCore
+from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of, public_item
+from agentkv.types import RestoreReport, SessionState, Span, SuspendReport, Tier
+
+if TYPE_CHECKING:
+    from agentkv.sessions.manager import Sessions
+
+__all__ = ["Session"]
+
+
+class Session:
+    """One agent conversation with a persistent KV state. Get one from ``kv.sessions``; handles are cheap.
+
+    Turns take sampling parameters by their usual names: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
+    ``repetition_penalty``, ``seed``, ``stop``, ``max_tokens``, ``logprobs``, ``ignore_eos``. Without a temperature
+    decoding is greedy. ``max_tokens`` is cut to what the model's context leaves; ``finish_reason`` is then ``length``.
+
+    One turn at a time: a second raises ``SessionBusy``, or waits with ``wait=True`` for at most
+    ``Settings.busy_wait_seconds``. Cancelling a turn's task, or leaving its stream early, rolls the turn back.
+    """
+
+    def __init__(self, core: SessionCore, sessions: Sessions) -> None:
+        self._core = core
+        self._sessions = sessions
+
+    def __repr__(self) -> str:
+        r = self._core.record
+        return f"<Session {r.id} {self._core.state} {r.ledger_length} tokens>"
+
+    @property
+    def id(self) -> str:
+        """``sess_…``: keep it to come back."""
+        return self._core.id
+
+    @property
+    def agent_id(self) -> str | None:
+        """The name given at creation."""
+        return self._core.record.agent_id
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What was given at creation."""
+        return dict(self._core.record.metadata)
+
+    # -- turns --------------------------------------------------------------------------------------------------------
+
+    async def send(self, messages: MessageInput, *, wait: bool = False, **sampling: Any) -> Reply:
+        """Add messages (a string, one message, or a list) and generate the reply. Returns once it is committed."""
+        return await _last(self.stream(messages, wait=wait, **sampling))
+
+    async def stream(self, messages: MessageInput, *, wait: bool = False, **sampling: Any) -> AsyncIterator[Event]:
+        """As ``send``, as events: ``TextDelta`` while it generates, ``Done`` with the reply once it is committed."""
+        request = TurnInput("send", tuple(self._checked(messages)), sampling=SamplingParams.build(**sampling))
+        async for event in self._run(request, wait):
+            yield event  # type: ignore[misc]
+
+    async def continue_(self, *, wait: bool = False, **sampling: Any) -> Reply:
+        """Generate without new input: go on where ``max_tokens`` cut the last reply, or answer appended messages."""
+        return await _last(self.stream_continue(wait=wait, **sampling))
+
+    async def stream_continue(self, *, wait: bool = False, **sampling: Any) -> AsyncIterator[Event]:
+        """``continue_`` as events."""
+        request = TurnInput("continue", sampling=SamplingParams.build(**sampling))
+        async for event in self._run(request, wait):
+            yield event  # type: ignore[misc]
+
+    async def append(self, messages: MessageInput, *, wait: bool = False) -> list[Item]:
+        """Commit messages as given, assistant messages included, and generate nothing. Their KV is computed now."""
+        request = TurnInput("append", tuple(self._checked(messages)))
+        return list((await _last_of(self._run(request, wait), Appended)).items)
+
+    async def append_tokens(self, ids: Sequence[int], *, wait: bool = False) -> list[Item]:
+        """``append`` for raw token ids: no template, no text."""
+        if not ids:
+            raise InvalidRequest("pass at least one token id", param="ids")
+        return list((await _last_of(self._run(TurnInput("append", ids=_ints(ids)), wait), Appended)).items)
+
+    async def generate_tokens(self, ids: Sequence[int] = (), *, wait: bool = False, **sampling: Any) -> Reply:
+        """Add raw token ids, perhaps none, and generate; the reply has ``ids`` and no text."""
+        request = TurnInput("send", ids=_ints(ids), sampling=SamplingParams.build(**sampling))
+        return (await _last_of(self._run(request, wait), Done)).reply
+
+    def _checked(self, messages: MessageInput) -> list[Any]:
+        checked = normalise(messages)
+        if any(m.role in ("system", "developer") for m in checked) and self._core.record.turns == 0:
+            raise InvalidRequest(
+                "the system prompt belongs to the session: pass system=… to kv.sessions.create", param="messages"
+            )
+        return checked
+
+    def _run(self, request: TurnInput, wait: bool) -> AsyncIterator[Event | Appended]:
+        return self._sessions.run(self._core, request, wait)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    async def items(self) -> list[Item]:
+        """All items in order, the system prompt first."""
+        self._core.check_open()
+        return [public_item(record) for record in await self._sessions.repository.items(self.id)]
+
+    async def token_ids(self) -> list[int]:
+        """The ledger: every token id of the conversation."""
+        self._core.check_open()
+        return list(await self._sessions.repository.ledger(self.id))
+
+    async def state(self) -> SessionInfo:
+        """Where the session is and what it weighs."""
+        core, sessions = self._core, self._sessions
+        core.check_open()
+        manifest = await sessions.repository.manifest(self.id)
+        disk_bytes = await sessions.tiers.stored_bytes(manifest)
+        r = core.record
+        kv_tokens = core.kv.length if core.kv is not None else r.kv_length
+        tiers = {SessionState.LIVE: Tier.DEVICE, SessionState.HOST: Tier.HOST, SessionState.DISK: Tier.DISK}
+        return SessionInfo(
+            id=r.id,
+            agent_id=r.agent_id,
+            state=core.state,
+            tier=tiers.get(core.state),
+            busy=core.turns > 0,
+            model=r.model,
+            policy=r.policy,
+            idle_codec=r.idle_codec,
+            turns=r.turns,
+            ledger_tokens=r.ledger_length,
+            kv_tokens=kv_tokens,
+            stored_tokens=manifest.length,
+            pinned=Span(0, r.pinned),
+            kept=(Span(0, r.ledger_length),) if r.ledger_length else (),
+            evicted=(),
+            device_bytes=core.kv.nbytes if core.kv is not None else 0,
+            host_bytes=sum(core.held.values()),
+            disk_bytes=disk_bytes,
+            created_at=r.created_at,
+            updated_at=r.updated_at,
+            metadata=dict(r.metadata),
+        )
+
+    # -- moving -------------------------------------------------------------------------------------------------------
+
+    async def suspend(self, tier: str = "disk") -> SuspendReport:
+        """Take the KV off the device, to ``"host"`` memory or ``"disk"``. Waits for a turn under way. Idempotent."""
+        if tier not in (Tier.HOST, Tier.DISK):
+            raise InvalidRequest(f"tier {tier!r} is not one a session can be suspended to: host or disk", param="tier")
+        return await asyncio.shield(self._sessions.tracked(self._sessions.tiers.suspend(self._core, Tier(tier))))
+
+    async def resume(self) -> RestoreReport:
+        """Bring the KV back to the device now, so that the next turn need not. Idempotent.
+
+        Tokens whose stored KV is unusable are computed by the next turn; ``reason`` says so.
+        """
+        return await asyncio.shield(self._sessions.tracked(self._sessions.resume(self._core)))
+
+    async def delete(self) -> int:
+        """Delete the conversation and its files. Returns the bytes freed on disk."""
+        return await self._sessions.delete(self.id)
+
+
+def _ints(ids: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(int(i) for i in ids)
+    except (TypeError, ValueError):
+        raise InvalidRequest("token ids must be integers", param="ids") from None
+
+
+async def _last(events: AsyncIterator[Event]) -> Reply:
+    return (await _last_of(events, Done)).reply
+
+
+async def _last_of(events: AsyncIterator[Any], kind: type[Any]) -> Any:
+    event: Any = None
+    async for event in events:
+        pass
+    assert isinstance(event, kind), event
+    return event

@@ -1,0 +1,405 @@
+"""Where each session's KV is, inside byte budgets: device, host memory, disk.
+
+    new ─▶ live ─▶ demoting ─▶ host ─▶ disk
+             ▲                  │       │
+             └──── restoring ◀──┴───────┘
+
+Every committed turn is written behind to disk, so that demoting mostly drops memory. A transition holds the session's
+gate, works to the side and swaps at its end; where it fails, the session is what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
+
+from agentkv.errors import AgentKVError, CapacityExceeded, ChunkFault, StorageError, StorageFull
+from agentkv.kv.contract import Layout
+from agentkv.sessions.core import SessionCore
+from agentkv.sessions.db.records import Manifest
+from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.restoring import ChunkReader
+from agentkv.sessions.storing import ChunkWriter, Snapshot, take_snapshot
+from agentkv.storage.blobs import BlobStore
+from agentkv.storage.faultpoints import fault_point
+from agentkv.storage.host import HostTier
+from agentkv.types import RestoreReport, SessionState, SuspendReport, Tier
+
+__all__ = ["Tiers"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_PENDING = 4
+"""Snapshots of one session that may wait for the disk; then its turns wait too."""
+
+
+class Tiers:
+    """Moves sessions between tiers. All methods run on the event loop; blocking work goes to ``executor``."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        blobs: BlobStore,
+        host: HostTier,
+        writer: ChunkWriter,
+        reader: ChunkReader,
+        layout: Layout[Any],
+        executor: Executor,
+        cores: Callable[[], Iterable[SessionCore]],
+        *,
+        kv_fingerprint: str,
+        device_budget: int,
+        idle_seconds: float,
+        disk_seconds: float,
+    ) -> None:
+        self.repository = repository
+        self.blobs = blobs
+        self.host = host
+        self.writer = writer
+        self._reader = reader
+        self.layout = layout
+        self._executor = executor
+        self._cores = cores
+        self._fingerprint = kv_fingerprint
+        self.device_budget = device_budget
+        self._idle_seconds = idle_seconds
+        self._disk_seconds = disk_seconds
+        self.storage_error: str | None = None
+        self.fallbacks: dict[str, int] = {}
+
+    # -- device budget ------------------------------------------------------------------------------------------------
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes reserved on the device by all sessions."""
+        return sum(core.reserved for core in self._cores())
+
+    async def reserve(self, core: SessionCore, tokens: int) -> None:
+        """Make sure that ``core`` may hold ``tokens`` tokens, demoting the least recently used idle sessions.
+
+        All or nothing: where demoting every idle session would not do, none is touched and ``CapacityExceeded`` says
+        the numbers.
+        """
+        needed = self.layout.bytes_needed(core.kv, tokens)
+        while True:
+            others = [c for c in self._cores() if c is not core]
+            used = sum(c.reserved for c in others)
+            if used + needed <= self.device_budget:
+                core.reserved = needed
+                return
+            idle = sorted((c for c in others if c.kv is not None and c.idle), key=lambda c: c.last_used)
+            freeable = sum(c.reserved for c in idle)
+            if used - freeable + needed > self.device_budget:
+                raise CapacityExceeded(
+                    f"this turn needs {needed:,} bytes of KV on the device; {self.device_budget - used + freeable:,} of "
+                    f"the budget of {self.device_budget:,} can be freed now. Retry later, lower max_tokens, or raise "
+                    "device_budget",
+                    needed=needed,
+                    available=self.device_budget - used + freeable,
+                    budget=self.device_budget,
+                    retry_after=2.0,
+                )
+            for victim in idle:
+                if victim.idle and victim.kv is not None:
+                    await self.suspend(victim, Tier.HOST)
+                    break
+
+    def settle(self, core: SessionCore) -> None:
+        """After a turn: count what is really reserved."""
+        core.reserved = core.kv.nbytes if core.kv is not None else 0
+
+    # -- restoring ----------------------------------------------------------------------------------------------------
+
+    async def make_live(self, core: SessionCore, room: int = 0) -> RestoreReport:
+        """The session's KV on the device, from wherever it is. Call with the gate held and memory reserved.
+
+        Never fails over stored KV: what cannot be used is left out, and the report says why; the caller computes the
+        rest of the ledger.
+        """
+        if core.kv is not None:
+            return RestoreReport("device", core.kv.length)
+        expected = core.record.kv_length
+        if expected == 0:
+            core.kv, core.state = self.layout.open(), SessionState.LIVE
+            return RestoreReport("new", 0)
+        started = time.perf_counter()
+        before, core.state = core.state, SessionState.RESTORING
+        try:
+            report = await self._restore(core, expected, room)
+        except BaseException:
+            core.state = before
+            raise
+        core.state = SessionState.LIVE
+        self._release_host(core)
+        core.unsaved = None
+        report = replace(report, seconds=time.perf_counter() - started)
+        if report.reason is not None:
+            kind = report.reason.split(":")[0]
+            self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
+            logger.warning(
+                "session %s: %d of %d tokens restored, %d to recompute: %s",
+                core.id,
+                report.tokens,
+                expected,
+                report.recomputed_tokens,
+                report.reason,
+            )
+        return report
+
+    async def _restore(self, core: SessionCore, expected: int, room: int) -> RestoreReport:
+        ledger = await core.load(self.repository)
+        if core.record.kv_fingerprint != self._fingerprint:
+            # Another model's KV. It stays on disk until this session's next turn replaces it.
+            await self._forget(core, 0)
+            core.kv = self.layout.open()
+            return RestoreReport("recompute", 0, 0.0, None, "fingerprint: stored by another model", expected)
+        manifest = await self.repository.manifest(core.id)
+        core.stored, core.snapped = manifest.length, None
+        if core.unsaved is not None:
+            manifest = manifest.followed_by(core.unsaved)
+        fault_point("restore.before_read")
+        restored = await self._reader.restore(manifest, ledger, room)
+        kv = restored.kv
+        tokens = kv.length
+        reason = None
+        if restored.fault is not None:
+            reason = f"{restored.fault.reason}: chunk {restored.fault.chunk_id}: {restored.fault.detail}"
+            try:
+                await self._forget(core, restored.usable)
+            except BaseException:
+                kv.close()
+                raise
+        elif tokens < expected:
+            reason = f"unstored: {expected - tokens} tokens had not reached the disk"
+        core.kv = kv
+        if tokens == 0:
+            return RestoreReport("recompute", 0, 0.0, None, reason or "missing: nothing was stored", expected)
+        codec = "+".join(restored.codecs)
+        return RestoreReport(restored.source, tokens, 0.0, codec, reason, max(0, expected - tokens))
+
+    async def _forget(self, core: SessionCore, position: int) -> None:
+        """The manifest ends at ``position`` from now on; files that nobody needs any more go."""
+        if await self.repository.truncate_manifest(core.id, position):
+            await self.writer.collect_garbage()
+        core.stored = core.snapped = min(position, core.stored or 0)
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    async def write_behind(self, core: SessionCore) -> None:
+        """Take what the last turn added, and store it in the background. Call with the gate held, after a commit."""
+        if core.pending >= _MOST_PENDING and core.writing is not None:
+            await asyncio.wait([core.writing])
+        snapshot = await self._snapshot(core)
+        if snapshot is not None:
+            core.pending += 1
+            core.snapped = snapshot.span.stop
+            core.writing = asyncio.create_task(self._write_after(core, core.writing, snapshot))
+
+    async def _write_after(self, core: SessionCore, previous: asyncio.Task[None] | None, snapshot: Snapshot) -> None:
+        if previous is not None and not previous.done():
+            await asyncio.wait([previous])
+        try:
+            if core.stored == snapshot.span.start and not core.deleted:
+                await self._write(core, snapshot)
+        finally:
+            core.pending -= 1
+
+    async def _snapshot(self, core: SessionCore) -> Snapshot | None:
+        """What lies behind the newest snapshot, or behind the manifest where the last write failed."""
+        if core.kv is None:
+            return None
+        if core.stored is None:
+            core.stored = (await self.repository.manifest(core.id)).length
+            core.snapped = None
+        start = core.stored if core.snapped is None else core.snapped
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._executor, take_snapshot, core.kv, start, core.record.pinned, dict(core.early)
+        )
+
+    async def _write(self, core: SessionCore, snapshot: Snapshot) -> None:
+        """Store one snapshot; trouble is noted, never raised: the session stays usable, the next turn tries again."""
+        try:
+            report = await self.writer.store(core.id, snapshot, core.record.idle_codec)
+        except AgentKVError as error:
+            if isinstance(error, StorageError):
+                self.storage_error = str(error)
+            core.stored = core.snapped = None
+            if not core.deleted:
+                logger.error("session %s: KV was not written to disk: %s", core.id, error)
+        else:
+            self.storage_error = None
+            core.stored = report.stop
+            core.written_chunks += report.chunks
+            core.early = {p: parts for p, parts in core.early.items() if p > report.stop}
+
+    async def flush(self, core: SessionCore) -> int:
+        """Everything that the session has on the device is on disk, or the trouble is noted. New chunks' count.
+
+        Call with the gate held.
+        """
+        if core.kv is None:
+            return 0
+        before = core.written_chunks
+        if core.writing is not None:
+            await asyncio.wait([core.writing])
+        if core.stored != core.kv.length:
+            core.stored = core.snapped = None
+            snapshot = await self._snapshot(core)
+            if snapshot is not None:
+                await self._write(core, snapshot)
+        return core.written_chunks - before
+
+    # -- demoting -----------------------------------------------------------------------------------------------------
+
+    async def suspend(self, core: SessionCore, tier: Tier) -> SuspendReport:
+        """Take the session off the device, to host memory or to disk. Idempotent; waits for a turn under way.
+
+        Where the disk refuses, the session stops at host memory, and the report's ``tier`` and ``details`` say so;
+        ``StorageFull`` where that has no room either: the session then stays live.
+        """
+        started = time.perf_counter()
+        async with core.gate:
+            core.check_open()
+            chunks = core.written_chunks
+            if core.kv is not None:
+                core.state = SessionState.DEMOTING
+                try:
+                    await self._demote(core, tier)
+                finally:
+                    if core.kv is not None:
+                        core.state = SessionState.LIVE
+            elif tier is Tier.DISK and core.state is SessionState.HOST and core.unsaved is None:
+                self._release_host(core)
+                core.state = SessionState.DISK
+            nbytes = await self.stored_bytes(await self.repository.manifest(core.id))
+            nbytes += sum(core.held.values()) if core.unsaved else 0
+            reached = Tier.HOST if core.state is SessionState.HOST else Tier.DISK
+            return SuspendReport(
+                session_id=core.id,
+                tier=reached,
+                nbytes=nbytes,
+                seconds=time.perf_counter() - started,
+                chunks_written=core.written_chunks - chunks,
+                tokens=core.record.kv_length,
+                details={} if self.storage_error is None else {"storage": self.storage_error},
+            )
+
+    async def _demote(self, core: SessionCore, tier: Tier) -> None:
+        fault_point("suspend.begin")
+        await self.flush(core)
+        fault_point("suspend.flushed")
+        assert core.kv is not None
+        state = SessionState.DISK
+        if core.stored != core.kv.length:
+            await self._hold_unsaved(core)
+            state = SessionState.HOST
+        elif tier is Tier.HOST and await self._hold(core):
+            state = SessionState.HOST
+        kv, core.kv, core.state, core.reserved = core.kv, None, state, 0
+        kv.close()
+        if state is SessionState.DISK:
+            core.ledger = None
+        fault_point("suspend.end")
+
+    async def _hold_unsaved(self, core: SessionCore) -> None:
+        """Chunks that the disk does not take, into host memory, where nothing evicts them."""
+        core.stored = core.snapped = None
+        snapshot = await self._snapshot(core)
+        assert snapshot is not None
+        chunks = await self.writer.encoded(snapshot, core.record.idle_codec)
+        self._make_room(core, sum(chunk.nbytes for chunk in chunks))
+        for chunk in chunks:
+            if not self.host.put(chunk.id, chunk.tobytes()):
+                self._release_host(core)
+                raise StorageFull(
+                    f"session {core.id} stays on the device: the disk refused its KV ({self.storage_error}) and host "
+                    f"memory has no room for {chunk.nbytes:,} bytes; free disk space or raise host_budget"
+                )
+            core.held[chunk.id] = chunk.nbytes
+        core.unsaved = snapshot.manifest([chunk.id for chunk in chunks])
+
+    def _make_room(self, core: SessionCore, nbytes: int) -> bool:
+        """Free host memory by letting the least recently used sessions go to disk alone."""
+        if nbytes > self.host.budget_bytes:
+            return False
+        while self.host.free_bytes < nbytes:
+            others = [
+                c for c in self._cores() if c.state is SessionState.HOST and c.unsaved is None and c.idle and c is not core
+            ]
+            if not others:
+                return False
+            oldest = min(others, key=lambda c: c.last_used)
+            self._release_host(oldest)
+            oldest.state = SessionState.DISK
+        return True
+
+    async def _hold(self, core: SessionCore) -> bool:
+        """Encoded chunks into host memory; least recently used sessions make room. ``False`` where they do not fit."""
+        manifest = await self.repository.manifest(core.id)
+        loop = asyncio.get_running_loop()
+        if not self._make_room(core, await self.stored_bytes(manifest)):
+            return False
+        for segment in manifest.segments:
+            try:
+                buffer = await loop.run_in_executor(self._executor, self.blobs.get, segment.chunk_id)
+            except (ChunkFault, StorageError):
+                self._release_host(core)
+                return False
+            if not self.host.put(segment.chunk_id, buffer):
+                self._release_host(core)
+                return False
+            core.held[segment.chunk_id] = len(buffer)
+        return True
+
+    def _release_host(self, core: SessionCore) -> None:
+        for name in core.held:
+            self.host.release(name)
+        core.held = {}
+
+    async def stored_bytes(self, manifest: Manifest) -> int:
+        """Bytes on disk of a manifest's chunks."""
+
+        def total() -> int:
+            size = 0
+            for segment in manifest.segments:
+                try:
+                    size += self.blobs.size(segment.chunk_id)
+                except (ChunkFault, StorageError):
+                    continue
+            return size
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, total)
+
+    async def drop(self, core: SessionCore) -> None:
+        """Forget a deleted session's memory. Call with the gate held."""
+        if core.kv is not None:
+            core.kv.close()
+        core.kv, core.reserved, core.ledger = None, 0, None
+        self._release_host(core)
+
+    # -- idle sessions ------------------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Demote what is idle, until cancelled."""
+        pause = max(0.02, min(1.0, self._idle_seconds / 4 or 0.02, self._disk_seconds / 4 or 0.02))
+        while True:
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            for core in list(self._cores()):
+                idle = now - core.last_used
+                if core.deleted or not core.idle:
+                    continue
+                try:
+                    if core.kv is not None and idle >= self._idle_seconds:
+                        await self.suspend(core, Tier.DISK if idle >= self._disk_seconds else Tier.HOST)
+                    elif core.state is SessionState.HOST and idle >= self._disk_seconds:
+                        await self.suspend(core, Tier.DISK)
+                except AgentKVError as error:
+                    core.last_used = now  # try again after another idle period, not at once
+                    logger.error("session %s could not be demoted: %s", core.id, error)

@@ -1,0 +1,363 @@
+"""One turn: restore, render, compute, generate, commit, store. Whole or not at all.
+
+    check ─▶ render ─▶ reserve memory ─▶ make live ─▶ model thread ─▶ commit in SQL ─▶ reply ─▶ write behind
+              any failure or cancellation up to the commit: KV rolled back, nothing in SQL
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from agentkv.engine.job import Generation, Job, JobResult
+from agentkv.engine.loading import LoadedModel
+from agentkv.engine.sampling import Sampler
+from agentkv.engine.sink import TextSink
+from agentkv.errors import ContextTooLong, InvalidRequest
+from agentkv.schemas.messages import Message
+from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
+from agentkv.schemas.sampling import SamplingParams
+from agentkv.sessions.core import SessionCore
+from agentkv.sessions.db.records import ItemRecord, TurnRecord
+from agentkv.sessions.tiers import Tiers
+from agentkv.storage.faultpoints import fault_point
+from agentkv.types import RestoreReport, Span, Usage
+
+__all__ = ["Appended", "Turn", "TurnInput", "events_of", "public_item"]
+
+_TAIL = 512
+"""Ids at the end of the ledger that rendering and detokenising look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnInput:
+    """What a turn adds before it generates: messages, or raw ``ids``; and whether it generates at all."""
+
+    kind: Literal["send", "append", "continue"]
+    messages: tuple[Message, ...] = ()
+    ids: tuple[int, ...] | None = None
+    sampling: SamplingParams | None = None
+    """``None``: commit the input, generate nothing."""
+
+    @property
+    def raw(self) -> bool:
+        """A token-level turn: no template, no text."""
+        return self.ids is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """The end of a turn that generated nothing."""
+
+    items: tuple[Item, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A turn's input as tokens: ``spans[i]`` is input item ``i``; ``prompt``: the generation prompt. In the ledger."""
+
+    ids: list[int]
+    spans: list[Span]
+    prompt: Span
+
+
+class Turn:
+    """Runs once. ``run`` posts events; its consumer is :func:`events_of`."""
+
+    def __init__(
+        self, core: SessionCore, model: LoadedModel, tiers: Tiers, request: TurnInput, *, default_max_tokens: int
+    ) -> None:
+        self._core = core
+        self._model = model
+        self._tiers = tiers
+        self._request = request
+        self._default_max_tokens = default_max_tokens
+        self._loop = asyncio.get_running_loop()
+        self._started = time.perf_counter()
+        self._first_token: float | None = None
+        self._seed: int | None = None
+        self.events: asyncio.Queue[Event | Appended | BaseException] = asyncio.Queue()
+        self.committed = False
+
+    async def run(self, wait_seconds: float | None) -> None:
+        """The whole turn. Every outcome, an exception included, is posted; only cancellation is raised."""
+        try:
+            async with self._core.turn(wait_seconds) as answered:
+                last = await self._committed_turn()
+                # The reply is out before the KV is stored: the next turn waits for the gate, not for the disk.
+                answered()
+                self.events.put_nowait(last)
+                await self._tiers.write_behind(self._core)
+        except Exception as error:
+            self.events.put_nowait(error)
+
+    async def _committed_turn(self) -> Done | Appended:
+        core, model, request = self._core, self._model, self._request
+        ledger = await core.load(self._tiers.repository)
+        rendered = await asyncio.to_thread(self._render)
+        prompt_tokens = len(ledger) + len(rendered.ids)
+        generate = request.sampling is not None
+        max_tokens = self._allowed(prompt_tokens, request.sampling)
+        try:
+            await self._tiers.reserve(core, prompt_tokens + max_tokens)
+            restore = await self._tiers.make_live(core, prompt_tokens + max_tokens - core.record.kv_length)
+            assert core.kv is not None
+            cached = core.kv.length
+            # The last token's KV is always left to the next step: generation needs that step's logits.
+            feed = [*ledger[cached:], *rendered.ids]
+            if not generate:
+                feed = feed[:-1]
+            sink, result, undo = await self._compute(feed, max_tokens, [*ledger, *rendered.ids])
+            text = "" if sink is None else sink.finish()
+            try:
+                fault_point("turn.before_commit")
+                done = await self._commit(rendered, result, text, restore, prompt_tokens, min(cached, prompt_tokens))
+            except BaseException:
+                if not self.committed and undo is not None:
+                    core.kv.rollback(undo)
+                raise
+            fault_point("turn.after_commit")
+            return done
+        finally:
+            self._tiers.settle(core)
+
+    def _allowed(self, prompt_tokens: int, sampling: SamplingParams | None) -> int:
+        """Tokens that may be generated: what was asked for, as far as the context reaches."""
+        limit = self._model.context_limit
+        room = limit - prompt_tokens
+        if room < (0 if sampling is None else 1):
+            raise ContextTooLong(
+                tokens=prompt_tokens + (0 if sampling is None else 1),
+                limit=limit,
+                advice="the model holds no more; start a new session, or send less",
+            )
+        if sampling is None:
+            return 0
+        return min(room, sampling.max_tokens or self._default_max_tokens)
+
+    def _render(self) -> _Rendered:
+        """The turn's input as tokens, with spans in the ledger. Blocking: tokenising long texts takes a while."""
+        core, request = self._core, self._request
+        start = core.record.ledger_length
+        if request.ids is not None:
+            vocabulary = self._model.adapter.vocab_size
+            wrong = next((i for i in request.ids if not 0 <= i < vocabulary), None)
+            if wrong is not None:
+                raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {vocabulary:,} ids", param="ids")
+            if not request.ids and start == 0:
+                raise InvalidRequest("the session is empty: pass at least one token id", param="ids")
+            end = start + len(request.ids)
+            spans = [Span(start, end)] if request.ids else []
+            return _Rendered(list(request.ids), spans, Span(end, end))
+        if request.kind == "continue" and core.last_finish == "length":
+            return _Rendered([], [], Span(start, start))
+        if core.last_item is not None and core.last_item.kind == "tokens":
+            raise InvalidRequest("this session holds raw tokens: go on with append_tokens and generate_tokens")
+        assert core.ledger is not None
+        calls = core.last_calls if any(m.kind == "tool_result" for m in request.messages) else None
+        turn = core.chat(self._model.tokenizer).turn(
+            request.messages,
+            core.ledger[-_TAIL:],
+            first=core.fresh,
+            last_tool_calls=calls,
+            after_generated=core.last_item is not None and core.last_item.generated,
+            generation_prompt=request.sampling is not None,
+            last_role=core.last_role,
+        )
+        spans = [Span(start + span.start, start + span.stop) for _, span in turn.items]
+        prompt = Span(start + turn.prompt_span.start, start + turn.prompt_span.stop)
+        return _Rendered(turn.ids, spans, prompt)
+
+    async def _compute(
+        self, feed: Sequence[int], max_tokens: int, history: Sequence[int]
+    ) -> tuple[TextSink | None, JobResult | None, Any]:
+        """Through the model thread; ``None`` where there is nothing to compute."""
+        core, model, sampling = self._core, self._model, self._request.sampling
+        assert core.kv is not None
+        sink = None
+        generation = None
+        if sampling is not None:
+            end_ids = frozenset() if sampling.ignore_eos else model.end_ids
+            tokenizer = None if self._request.raw else model.tokenizer
+            if sampling.stop and tokenizer is None:
+                raise InvalidRequest("stop strings need text: this is a token-level turn", param="stop")
+            sink = TextSink(tokenizer, end_ids, self._emit, stop=sampling.stop, context=history[-_TAIL:])
+            sampler = Sampler(sampling, model.adapter.device)
+            self._seed = sampler.seed
+            generation = Generation(sampler, max_tokens, sink)
+        if not feed:
+            return None, None, None
+        job = Job(core.kv, feed, model.piece, self._resume_points(core), generation)
+        handle = model.engine.submit(job)
+        try:
+            result = await handle.finished()
+        except asyncio.CancelledError:
+            handle.cancel()
+            finished = await _outlast(handle.finished())
+            if finished is not None and job.undo is not None:
+                core.kv.rollback(job.undo)  # it was done before it could be dropped
+            raise
+        assert result is not None
+        if result.first_token_seconds is not None:
+            self._first_token = job.submitted + result.first_token_seconds
+        core.early.update(result.windows)
+        return sink, result, job.undo
+
+    @staticmethod
+    def _resume_points(core: SessionCore) -> list[int]:
+        return [core.record.pinned] if core.record.pinned else []
+
+    def _emit(self, text: str) -> None:
+        """From the model thread, or at the end from the loop's own."""
+        self._loop.call_soon_threadsafe(self.events.put_nowait, TextDelta(text))
+
+    async def _commit(
+        self,
+        rendered: _Rendered,
+        result: JobResult | None,
+        text: str,
+        restore: RestoreReport,
+        prompt_tokens: int,
+        cached: int,
+    ) -> Done | Appended:
+        """Ledger, items and turn in one transaction; then this process's view of them. Cancellation waits for it."""
+        core, request = self._core, self._request
+        assert core.kv is not None and core.ledger is not None
+        generated = list(result.tokens) if result is not None else []
+        items = self._items(rendered, text, len(generated))
+        seed = self._seed
+        start = core.record.ledger_length
+        ids = [*rendered.ids, *generated]
+        turn = TurnRecord(
+            seq=core.record.turns,
+            span=Span(start, start + len(ids)),
+            kind=request.kind,
+            finish_reason=result.finish_reason if result is not None else None,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(generated),
+            cached_tokens=cached,
+            seed=seed,
+            restore=asdict(restore),
+            created_at=time.time(),
+        )
+        kv_length = core.kv.length
+        write = asyncio.ensure_future(
+            self._tiers.repository.commit_turn(
+                core.id, turn, items, ids, expect_length=start, kv_length=kv_length, state="live"
+            )
+        )
+        cancelled = None
+        try:
+            await asyncio.shield(write)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            await _outlast(write)
+        self.committed = True
+        core.ledger.extend(ids)
+        core.note_items(items)
+        core.last_finish = turn.finish_reason
+        core.record = replace(
+            core.record,
+            ledger_length=start + len(ids),
+            kv_length=kv_length,
+            turns=turn.seq + 1,
+            updated_at=turn.created_at,
+        )
+        if cancelled is not None:
+            raise cancelled
+        public = tuple(public_item(item) for item in items)
+        if request.sampling is None:
+            return Appended(public)
+        assert result is not None and result.finish_reason is not None
+        now = time.perf_counter()
+        return Done(
+            Reply(
+                session_id=core.id,
+                item_id=items[-1].id,
+                text=text,
+                finish_reason=result.finish_reason,
+                usage=Usage(prompt_tokens, len(generated), cached),
+                restore=restore,
+                ttft_seconds=(self._first_token or now) - self._started,
+                seconds=now - self._started,
+                ids=result.tokens,
+                logprobs=_logprobs(result) if request.sampling.logprobs is not None else None,
+                seed=seed,
+            )
+        )
+
+    def _items(self, rendered: _Rendered, text: str, generated: int) -> list[ItemRecord]:
+        core, request = self._core, self._request
+        items: list[ItemRecord] = []
+
+        def add(role: str, kind: Any, content: Any, span: Span, made: bool) -> None:
+            name = f"item_{secrets.token_hex(12)}"
+            items.append(ItemRecord(name, core.items + len(items), core.record.turns, role, kind, content, span, made))
+
+        if request.raw:
+            for span in rendered.spans:
+                add("user", "tokens", {"role": "user", "content": ""}, span, False)
+        for message, span in zip(request.messages, rendered.spans, strict=False):
+            add(message.role, message.kind, message.canonical(), span, False)
+        if request.sampling is not None:
+            span = Span(rendered.prompt.start, rendered.prompt.stop + generated)
+            kind = "tokens" if request.raw else "message"
+            add("assistant", kind, {"role": "assistant", "content": text}, span, True)
+        return items
+
+
+def public_item(record: ItemRecord) -> Item:
+    """What users see of an item."""
+    return Item(
+        id=record.id,
+        turn=record.turn,
+        role=record.role,
+        kind=record.kind,
+        content=record.content,
+        span=record.span,
+        generated=record.generated,
+    )
+
+
+def _logprobs(result: JobResult) -> tuple[Logprob, ...]:
+    pairs = zip(result.tokens, result.logprobs, strict=True)
+    return tuple(Logprob(token, found.logprob, found.top) for token, found in pairs)
+
+
+async def _outlast(awaitable: Any) -> Any:
+    """The result of ``awaitable``, however often the waiter is cancelled meanwhile. Its exceptions are raised."""
+    task = asyncio.ensure_future(awaitable)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise
+    return task.result()
+
+
+async def events_of(
+    turn: Turn, tasks: set[asyncio.Task[None]], wait_seconds: float | None
+) -> AsyncIterator[Event | Appended]:
+    """Run ``turn`` in a task of its own and yield its events. Closing the iterator early, or cancelling its consumer,
+    rolls the turn back, unless it is committed already."""
+    task = asyncio.create_task(turn.run(wait_seconds), name="agentkv-turn")
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    try:
+        while True:
+            event = await turn.events.get()
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            if not isinstance(event, TextDelta):
+                return
+    finally:
+        if not turn.committed:
+            task.cancel()
+            await _outlast(asyncio.wait([task]))

@@ -1,0 +1,274 @@
+"""Chunk files: up to 256 tokens of KV in one immutable, self-describing, verified file.
+
+    magic 8 | format u32 | header length u32 | blake3 of (the 16 bytes before it and the header) 32
+    header   JSON (chunkheader.ChunkHeader), at most 1 MiB
+    payload  the parts one after the other; blake3 of each part's encoded bytes is in the header
+
+The chunk's id digests lookup key and header, and the header digests the payload: one id, one content. Reading trusts
+nothing: whatever is wrong becomes a ``ChunkFault`` whose reason names it, and the caller recomputes from the ledger.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+from pydantic import ValidationError
+
+from agentkv.codecs.contract import CODECS, Codec, KVBlock
+from agentkv.codecs.words import block_dtype
+from agentkv.errors import ChunkFault, InvalidRequest
+from agentkv.storage import naming
+from agentkv.storage.blobs import Buffer
+from agentkv.storage.chunkheader import FORMAT, MAX_CHUNK_TOKENS, ChunkHeader, ChunkMeta, GroupEntry, PartEntry
+from agentkv.types import KVGeometry, Span
+
+__all__ = [
+    "FORMAT",
+    "HEAD_LIMIT",
+    "MAX_CHUNK_TOKENS",
+    "ChunkHeader",
+    "ChunkMeta",
+    "EncodedChunk",
+    "Part",
+    "check",
+    "decode_part",
+    "encode_chunk",
+    "read_header",
+]
+
+_MAGIC = b"AGENTKV\x1a"
+_PREFIX = struct.Struct("<8sII")
+_DIGEST = 32
+_HEADER_LIMIT = 2**20
+HEAD_LIMIT = _PREFIX.size + _DIGEST + _HEADER_LIMIT
+"""The header lies within the first so many bytes of a file, whatever its size."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """KV of layer group ``group`` over ``span``: all of the chunk for full attention, any sub-span for sliding."""
+
+    group: int
+    span: Span
+    block: KVBlock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedChunk:
+    """A chunk ready for ``BlobStore.put(id, buffers)``; ``nbytes`` is the file's length."""
+
+    id: str
+    nbytes: int
+    buffers: tuple[bytes, ...]
+    header: ChunkHeader
+
+    def tobytes(self) -> bytes:
+        """The whole file as one buffer, for the host tier: a copy."""
+        return b"".join(self.buffers)
+
+
+def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> EncodedChunk:
+    """Encode ``parts`` with ``codec``. Deterministic: same input, same id.
+
+    ``ValueError`` where parts and meta do not describe one chunk: shapes, dtype, spans, number of ids.
+    """
+    payloads: list[bytes] = []
+    table: list[PartEntry] = []
+    offset = 0
+    for part in parts:
+        if trouble := _mismatch(meta.geometry, part.group, len(part.span), part.block):
+            raise ValueError(f"part {len(table)} is not of this geometry: {trouble}")
+        payload = codec.encode(part.block)
+        table.append(
+            PartEntry(
+                group=part.group,
+                start=part.span.start,
+                stop=part.span.stop,
+                offset=offset,
+                length=len(payload),
+                digest=blake3(payload).hexdigest(),
+            )
+        )
+        payloads.append(payload)
+        offset += len(payload)
+    header = ChunkHeader.model_validate(
+        {
+            "format": FORMAT,
+            "kv_fingerprint": meta.kv_fingerprint,
+            "tenant": meta.tenant,
+            "lookup_key": meta.lookup_key,
+            "codec": codec.name,
+            "codec_parameters": dict(codec.parameters()),
+            "ancestors": meta.ancestors,
+            "dtype": meta.geometry.dtype,
+            "groups": _group_entries(meta.geometry),
+            "start": meta.span.start,
+            "stop": meta.span.stop,
+            "position_base": meta.position_base,
+            "chain_start": meta.chain_start,
+            "chain": meta.chain,
+            "ids": base64.b64encode(meta.ids).decode("ascii"),
+            "lineage": meta.lineage,
+            "resume_points": meta.resume_points,
+            "parts": tuple(table),
+        }
+    )
+    text = json.dumps(header.model_dump(), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if len(text) > _HEADER_LIMIT:
+        raise ValueError(f"a chunk header of {len(text):,} bytes is over the limit of {_HEADER_LIMIT:,}")
+    prefix = _PREFIX.pack(_MAGIC, FORMAT, len(text))
+    digest = blake3(prefix + text).digest()
+    buffers = (prefix + digest + text, *payloads)
+    header = header.named(naming.chunk_id(meta.lookup_key, digest))
+    return EncodedChunk(header.chunk_id, sum(map(len, buffers)), buffers, header)
+
+
+def read_header(buf: Buffer, chunk_id: str, *, nbytes: int | None = None) -> ChunkHeader:
+    """Header of the chunk file in ``buf``, verified against itself, the file's length and the id it was asked for by.
+
+    ``buf`` may be only the file's beginning (``HEAD_LIMIT`` bytes always do) if ``nbytes`` says how long the file is.
+    The payload is not looked at. Raises ``ChunkFault``: ``truncated``, ``format`` or ``checksum``.
+    """
+    view, nbytes = memoryview(buf).cast("B"), len(buf) if nbytes is None else nbytes
+    text, digest = _header_text(view, chunk_id)
+    try:
+        header = ChunkHeader.model_validate_json(text)
+    except (ValidationError, RecursionError) as error:
+        raise ChunkFault(chunk_id, "format", f"the header does not hold together: {_first(error)}") from None
+    if (found := naming.chunk_id(header.lookup_key, digest)) != chunk_id:
+        raise ChunkFault(chunk_id, "checksum", f"the file holds chunk {found}")
+    expected = _PREFIX.size + _DIGEST + len(text) + header.payload_nbytes
+    if nbytes != expected:
+        reason = "truncated" if nbytes < expected else "format"
+        raise ChunkFault(chunk_id, reason, f"{nbytes:,} bytes where the header makes it {expected:,}")
+    return header.named(chunk_id)
+
+
+def decode_part(buf: Buffer, header: ChunkHeader, part_index: int, out: KVBlock) -> None:
+    """Verify part ``part_index`` of the whole file ``buf``, then decode it into ``out``, which it mutates.
+
+    ``out``: tensors of the part's shape and the chunk's dtype, strided views of live buffers allowed; after a fault
+    they may be half-filled. Thread-safe, and the heavy work releases the GIL: decode chunks in parallel.
+    Raises ``ChunkFault``: ``geometry``, ``truncated``, ``checksum``, ``format`` (unknown codec) or ``decode``.
+    """
+    name = header.chunk_id
+    if not 0 <= part_index < len(header.parts):
+        raise ChunkFault(name, "geometry", f"part {part_index} of {len(header.parts)}")
+    part = header.parts[part_index]
+    if trouble := _mismatch(header.geometry, part.group, len(part.span), out):
+        raise ChunkFault(name, "geometry", trouble)
+    view = memoryview(buf).cast("B")
+    stop = len(view) - header.payload_nbytes + part.offset + part.length
+    body = view[max(0, stop - part.length) : max(0, stop)]
+    if len(body) != part.length:
+        raise ChunkFault(name, "truncated", f"part {part_index} has {len(body):,} of {part.length:,} bytes")
+    if blake3(body).hexdigest() != part.digest:
+        raise ChunkFault(name, "checksum", f"part {part_index} ({part.length:,} bytes) is not what was written")
+    try:
+        codec = CODECS.get(header.codec)
+    except InvalidRequest as error:
+        raise ChunkFault(name, "format", str(error)) from None
+    try:
+        codec.decode(body, out, header.codec_parameters)
+    except Exception as error:  # a codec may come from a third party: a fault here costs a recompute, never a turn
+        raise ChunkFault(name, "decode", f"{header.codec}: {error}") from error
+
+
+def check(
+    header: ChunkHeader,
+    *,
+    kv_fingerprint: str,
+    geometry: KVGeometry,
+    span: Span,
+    ids: naming.Ids,
+    chain_start: str | None = None,
+    chain: str | None = None,
+    tenant: str | None = None,
+    lineage: str | None = None,
+    lookup_key: str | None = None,
+) -> None:
+    """Raise ``ChunkFault`` unless the chunk is the KV that the caller is about to use it for.
+
+    ``span`` is the chunk's own. ``ids`` are the ledger's from ``span.start`` on: all of the span, or fewer where a fork
+    or rewind shortened the segment. ``chain`` (at ``span.stop``) is compared only for a whole segment: a shortened one
+    is tied to its ledger by ``chain_start`` and the ids. ``None`` leaves a field uncompared.
+    Reasons: ``format``, ``fingerprint`` (weights, tenant, lineage, lookup key), ``geometry``, ``tokens``.
+    """
+    name = header.chunk_id
+    if header.format != FORMAT:
+        raise ChunkFault(name, "format", f"format {header.format}, this version reads {FORMAT}")
+    if header.kv_fingerprint != kv_fingerprint:
+        raise ChunkFault(name, "fingerprint", f"KV of {header.kv_fingerprint}, the model is {kv_fingerprint}")
+    named = {"tenant": tenant, "lineage": lineage, "lookup_key": lookup_key}
+    for what, expected in named.items():
+        if expected is not None and getattr(header, what) != expected:
+            raise ChunkFault(name, "fingerprint", f"{what} {getattr(header, what)!r}, expected {expected!r}")
+    if header.geometry != geometry:
+        raise ChunkFault(name, "geometry", f"written for {header.geometry}, the model has {geometry}")
+    if header.span != span:
+        raise ChunkFault(name, "tokens", f"covers {tuple(header.span)}, expected {tuple(span)}")
+    wanted, stored = naming.ids_bytes(ids), header.token_ids
+    if not wanted or stored[: len(wanted)] != wanted:
+        raise ChunkFault(name, "tokens", f"its token ids are not the ledger's ({len(wanted) // 4} compared)")
+    if chain_start is not None and header.chain_start != chain_start:
+        raise ChunkFault(name, "tokens", f"another ledger before position {span.start}")
+    if chain is not None and len(wanted) == len(stored) and header.chain != chain:
+        raise ChunkFault(name, "tokens", f"another ledger up to position {span.stop}")
+
+
+def _header_text(view: memoryview, name: str) -> tuple[bytes, bytes]:
+    """Header JSON and its digest, which matches."""
+    if len(view) < _PREFIX.size + _DIGEST:
+        raise ChunkFault(name, "truncated", f"{len(view)} bytes are less than any header")
+    magic, version, length = _PREFIX.unpack_from(view)
+    if magic != _MAGIC:
+        raise ChunkFault(name, "format", "not a chunk file")
+    if version != FORMAT:
+        raise ChunkFault(name, "format", f"format {version}, this version reads {FORMAT}")
+    if length > _HEADER_LIMIT:
+        raise ChunkFault(name, "format", f"a header of {length:,} bytes; the limit is {_HEADER_LIMIT:,}")
+    start = _PREFIX.size + _DIGEST
+    text = bytes(view[start : start + length])
+    if len(text) != length:
+        raise ChunkFault(name, "truncated", f"{len(text):,} of {length:,} header bytes")
+    digest = bytes(view[_PREFIX.size : start])
+    if blake3(bytes(view[: _PREFIX.size]) + text).digest() != digest:
+        raise ChunkFault(name, "checksum", "the header is not what was written")
+    return text, digest
+
+
+def _group_entries(geometry: KVGeometry) -> tuple[GroupEntry, ...]:
+    return tuple(
+        GroupEntry(layers=g.layers, window=g.window, kv_heads=g.kv_heads, key_dim=g.key_dim, value_dim=g.value_dim)
+        for g in geometry.groups
+    )
+
+
+def _mismatch(geometry: KVGeometry, group: int, tokens: int, block: KVBlock) -> str | None:
+    """What keeps ``block`` from being ``tokens`` tokens of one layer group, or ``None``."""
+    if not 0 <= group < len(geometry.groups):
+        return f"layer group {group} of {len(geometry.groups)}"
+    shape = geometry.groups[group]
+    for what, tensors, dim in (("keys", block.keys, shape.key_dim), ("values", block.values, shape.value_dim)):
+        if len(tensors) != len(shape.layers):
+            return f"{what} of {len(tensors)} layers, the group has {len(shape.layers)}"
+        wanted = (shape.kv_heads, tokens, dim)
+        if wrong := {tuple(t.shape) for t in tensors} - {wanted}:
+            return f"{what} of shape {wrong.pop()}, expected {wanted}"
+    try:
+        dtype = block_dtype(block)
+    except ValueError as error:
+        return str(error)
+    return None if dtype == geometry.dtype else f"numbers in {dtype}, expected {geometry.dtype}"
+
+
+def _first(error: ValidationError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    what = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, what['loc']))}: {what['msg']}" if what["loc"] else str(what["msg"])

@@ -1,0 +1,191 @@
+"""A model that cannot be right here is refused when it is loaded, and the error names the feature that is in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from families import VOCAB, family
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    FalconH1Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MptConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+from transformers.models.mpt.configuration_mpt import MptAttentionConfig
+
+from agentkv.engine.adapter import ModelAdapter
+from agentkv.errors import InvalidRequest, Unsupported
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def bloom() -> PreTrainedConfig:
+    return BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+
+
+def mpt() -> PreTrainedConfig:
+    return MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, attn_config=MptAttentionConfig(alibi=True))
+
+
+def falcon() -> PreTrainedConfig:
+    return FalconConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, multi_query=False
+    )
+
+
+def dynamic_rope() -> PreTrainedConfig:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    return LlamaConfig(**SIZES, rope_parameters=rope)
+
+
+def dynamic_rope_in_one_layer_type() -> PreTrainedConfig:
+    rope = {
+        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    return Gemma3TextConfig(**SIZES, rope_parameters=rope)
+
+
+def longrope() -> PreTrainedConfig:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    return Phi3Config(**SIZES, original_max_position_embeddings=64, rope_parameters=rope)
+
+
+def mamba() -> PreTrainedConfig:
+    return MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
+
+
+def falcon_h1() -> PreTrainedConfig:
+    return FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
+
+
+def qwen3_next() -> PreTrainedConfig:
+    return Qwen3NextConfig(**SIZES, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16)
+
+
+def llama4() -> PreTrainedConfig:
+    return Llama4TextConfig(**SIZES, intermediate_size_mlp=32, num_local_experts=2, attention_chunk_size=16)
+
+
+def gemma3n() -> PreTrainedConfig:
+    return Gemma3nTextConfig(
+        **{**SIZES, "num_hidden_layers": 4, "intermediate_size": [32] * 4},
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+
+
+def bidirectional() -> PreTrainedConfig:
+    return Gemma3TextConfig(**SIZES, use_bidirectional_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "feature"),
+    [
+        (bloom, "ALiBi"),
+        (mpt, "ALiBi"),
+        (falcon, "ALiBi"),
+        (dynamic_rope, "rope type 'dynamic'"),
+        (dynamic_rope_in_one_layer_type, "rope type 'dynamic'"),
+        (longrope, "rope type 'longrope'"),
+        (mamba, "recurrent state"),
+        (falcon_h1, "recurrent state"),
+        (qwen3_next, "recurrent state"),
+        (llama4, "layer type chunked_attention"),
+        (gemma3n, "Gemma3nTextAttention of layer 2"),
+        (bidirectional, "bidirectional attention"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_refused_by_name(config: Callable[[], PreTrainedConfig], feature: str) -> None:
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    with pytest.raises(Unsupported) as caught:
+        ModelAdapter(model)
+    assert caught.value.feature == feature
+    assert str(caught.value).startswith(f"{feature} is not supported: ")
+
+
+def test_encoder_decoder_is_refused_by_name() -> None:
+    config = T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    with pytest.raises(Unsupported, match="t5 is not supported: encoder-decoder"):
+        ModelAdapter(T5ForConditionalGeneration(config))
+
+
+def test_a_mounted_adapter_is_refused_by_name() -> None:
+    model = family("llama").build()
+    model.peft_config = {"default": object()}
+    with pytest.raises(Unsupported, match=r"an adapter \(LoRA\) is not supported: merge it"):
+        ModelAdapter(model)
+
+
+def test_refusal_is_an_invalid_request() -> None:
+    assert issubclass(Unsupported, InvalidRequest)
+
+
+def passing(**extra: object) -> PreTrainedModel:
+    """A Llama whose attention calls carry something more."""
+    model = family("llama").build()
+
+    def pass_on(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, {**kwargs, **extra}
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(pass_on, with_kwargs=True)
+    return model
+
+
+def test_an_attention_argument_of_unknown_meaning_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match="attention argument 'block_indices' is not supported"):
+        ModelAdapter(passing(block_indices=torch.zeros(1)))
+    ModelAdapter(passing(block_indices=None))
+
+
+def test_a_bias_on_the_scores_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match="an attention mask or bias is not supported"):
+        ModelAdapter(passing(attention_mask=torch.zeros(1, 1, 2, 2)))
+
+
+def test_no_mask_is_built_under_our_attention_name() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    from agentkv.engine.adapter import ATTENTION_NAME
+
+    assert ATTENTION_NAME in AttentionInterface()
+    assert ATTENTION_NAME not in ALL_MASK_ATTENTION_FUNCTIONS

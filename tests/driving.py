@@ -1,0 +1,146 @@
+"""Driving the real engine in tests: sinks that gate the model thread, samplers that keep the logits they saw."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import torch
+from families import VOCAB, Family
+from torch import Tensor
+
+from agentkv.engine.adapter import ModelAdapter
+from agentkv.engine.engine import Engine
+from agentkv.engine.job import Generation, Job, TokenSink, Verdict
+from agentkv.engine.sampling import Sampler, TokenLogprob
+from agentkv.kv.contract import SequenceKV, Slot
+from agentkv.kv.dynamic import DynamicKV, DynamicLayout
+from agentkv.schemas.sampling import SamplingParams
+
+CPU = torch.device("cpu")
+PATIENCE = 60.0
+"""Seconds that a test waits for another thread before it fails."""
+
+
+class Recorder(Sampler):
+    """A sampler that keeps a copy of each row of logits it was given."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        super().__init__(params, CPU)
+        self.plain = False
+        self.rows: list[Tensor] = []
+
+    def sample(self, logits: Tensor, history: Sequence[int]) -> int:
+        self.rows.append(logits.clone())
+        return super().sample(logits, history)
+
+
+class Hooked(TokenSink):
+    """Collects tokens. ``at`` maps a count of tokens to what is then called on the model thread."""
+
+    def __init__(self, at: dict[int, Callable[[], None]] | None = None, stop_after: int | None = None) -> None:
+        self.tokens: list[int] = []
+        self._at = at or {}
+        self._stop_after = stop_after
+
+    def push(self, token: int, logprob: TokenLogprob | None) -> Verdict:
+        self.tokens.append(token)
+        if len(self.tokens) in self._at:
+            self._at[len(self.tokens)]()
+        return "stop" if len(self.tokens) == self._stop_after else "go on"
+
+
+class Gate:
+    """A point where the model thread stops until the test opens it."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        self._reached.set()
+        assert self._open.wait(PATIENCE), "the test never opened the gate"
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, PATIENCE), "the model thread never came here"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class WatchedLayout(DynamicLayout):
+    """The real layout; ``steps`` lists the tokens of each slot, step by step, ``before`` is called before each step."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        super().__init__(adapter.geometry, CPU, adapter.query_heads)
+        self.steps: list[list[int]] = []
+        self.before: Callable[[Sequence[Slot]], None] = lambda slots: None
+
+    def plan(self, slots: Sequence[Slot]) -> list:
+        self.steps.append([slot.tokens for slot in slots])
+        self.before(slots)
+        return super().plan(slots)
+
+    @property
+    def mixed_steps(self) -> int:
+        """Steps in which some session decoded while another prefilled."""
+        return sum(min(step) == 1 and max(step) > 1 for step in self.steps)
+
+
+@asynccontextmanager
+async def running(adapter: ModelAdapter, *, max_batch_tokens: int = 64) -> AsyncIterator[tuple[Engine, WatchedLayout]]:
+    """An engine with its own thread, over a watched layout."""
+    layout = WatchedLayout(adapter)
+    engine = Engine(adapter, layout, max_batch_tokens=max_batch_tokens)
+    engine.start()
+    try:
+        yield engine, layout
+    finally:
+        await engine.stop()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random ids."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(1, VOCAB, (length,), generator=generator).tolist()
+
+
+def generating(
+    kv: SequenceKV,
+    feed: Sequence[int],
+    tokens: int,
+    *,
+    piece: int = 64,
+    resume_points: Sequence[int] = (),
+    sink: TokenSink | None = None,
+    **sampling: object,
+) -> tuple[Job, Recorder]:
+    """A job that computes ``feed`` and generates, and the recorder of its logits."""
+    recorder = Recorder(SamplingParams.build(**sampling))
+    generation = Generation(recorder, tokens, sink or Hooked())
+    return Job(kv, feed, piece, resume_points, generation), recorder
+
+
+def snapshot(kv: DynamicKV) -> tuple[list[int], list[tuple[Tensor, ...]]]:
+    """The ids, and copies of all that later queries can see."""
+    kv.check_integrity()
+    tensors = []
+    for index in range(len(kv.geometry.groups)):
+        buffers = kv.buffers(index)
+        block = buffers.block(buffers.window_start(kv.length), kv.length)
+        tensors.append(tuple(t.clone() for t in (*block.keys, *block.values)))
+    return list(kv.ids), tensors
+
+
+def assert_same(a: tuple[list[int], list[tuple[Tensor, ...]]], b: tuple[list[int], list[tuple[Tensor, ...]]]) -> None:
+    """Two snapshots have the same ids and the same bits."""
+    assert a[0] == b[0]
+    for group, (mine, other) in enumerate(zip(a[1], b[1], strict=True)):
+        assert all(torch.equal(x, y) for x, y in zip(mine, other, strict=True)), f"group {group}"
+
+
+def adapted(family: Family, seed: int = 0) -> ModelAdapter:
+    """The family's model behind the engine's interface."""
+    return ModelAdapter(family.build(seed))
