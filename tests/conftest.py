@@ -41,3 +41,13 @@ def _seeded() -> None:
 def fixtures() -> Path:
     """The folder of checked-in files."""
     return Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M as pulled into the home of ``AGENTKV_TEST_HOME``, by default the user's own; pulled where it is not."""
+    from agentkv.models import pull
+    from agentkv.settings import Settings
+
+    home = os.environ.get("AGENTKV_TEST_HOME", "~/.local/share/agentkv")
+    return pull("smollm2-135m", Settings(home=Path(home))).path

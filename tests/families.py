@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from transformers import (
-    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -121,24 +120,6 @@ def _gpt_oss() -> PreTrainedConfig:
     )
 
 
-def _deepseek() -> PreTrainedConfig:
-    return DeepseekV3Config(
-        **{**_GROUPED, "num_key_value_heads": 4},
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-        first_k_dense_replace=1,
-    )
-
-
 FAMILIES = (
     Family("llama", lambda: LlamaConfig(**_GROUPED, attention_bias=True, mlp_bias=True)),
     Family("mistral", lambda: MistralConfig(**_GROUPED, sliding_window=16), windows=(16,)),
@@ -158,7 +139,6 @@ FAMILIES = (
         ),
         learned_positions=True,
     ),
-    Family("deepseek_v3", _deepseek),
     Family("gpt_oss", _gpt_oss, windows=(13, None), sinks=True),
 )
 

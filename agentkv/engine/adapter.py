@@ -175,7 +175,7 @@ class ModelAdapter:
         model = self.model
         config = model.config.get_text_config(decoder=True)
         _refuse(model, config)
-        model.eval()
+        model.eval()  # type: ignore[no-untyped-call]
         model.requires_grad_(False)
         model.set_attn_implementation(ATTENTION_NAME)
         parameters = inspect.signature(model.forward).parameters

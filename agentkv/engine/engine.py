@@ -221,7 +221,8 @@ class Engine:
                 self._drop(job, _as_ours(error))
                 continue
             if verdict != "go on":
-                self._finish(job, job.result(verdict, job.prefilled and job.prefilled - job.submitted))
+                first_token = job.prefilled - job.submitted if job.tokens and job.prefilled else None
+                self._finish(job, job.result(verdict, first_token))
 
     def _advance(self, job: Job, token: int | None, now: float) -> FinishReason | Literal["go on"] | None:
         """The job's own bookkeeping after a step: whether it goes on, or why it is done (``None``: only prefilled)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class Sampler:
         scores = logits.float()[None]
         if self._processors:
             ids = torch.tensor([list(history)] if self.needs_history else [[0]], device=logits.device)
-            scores = self._processors(ids, scores)
+            scores = self._processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
         if self.greedy:
             return int(scores.argmax())
         weights = torch.softmax(scores[0], dim=-1)

@@ -173,8 +173,8 @@ class DynamicKV(SequenceKV):
                 self._move_empty(buffers, buffers.capacity)
             buffers.base = part.span.start
             _copy(part.block, buffers.block(*part.span))
-        for buffers in self._groups:
-            if not self._ids:
+        if not self._ids:
+            for buffers in self._groups:
                 buffers.base = 0
 
     def window_snapshot(self) -> tuple[CapturedPart, ...]:
@@ -199,17 +199,21 @@ class DynamicKV(SequenceKV):
         return Capture(span, tuple(self._ids[span.start : span.stop]), tuple(parts), tuple(resume_points))
 
     def place(self, length: int, room: int = 0) -> None:
+        self._check_open()
         if self.length:
             raise ValueError("only an empty state can be placed")
         for buffers in self._groups:
             buffers.base = buffers.window_start(length)
             held = length - buffers.base
             capacity = held + room if buffers.group.window is None else held + min(room, buffers.group.window)
-            if capacity > buffers.capacity:
-                self._move_empty(buffers, _rounded(capacity))
+            if capacity > buffers.capacity or buffers.shared:
+                self._move_empty(buffers, max(buffers.capacity, _rounded(capacity)))
 
     def target(self, group: int, span: Span) -> KVBlock:
+        self._check_open()
         buffers = self._groups[group]
+        if buffers.shared:
+            raise ValueError(f"group {group} shares its tensors with a fork: call place() first")
         if span.start < buffers.base or span.stop - buffers.base > buffers.capacity:
             raise ValueError(f"no room for {span} in group {group}: call place() first")
         return buffers.block(*span)

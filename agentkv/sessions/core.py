@@ -29,7 +29,8 @@ class SessionCore:
     ``gate`` is held by whoever changes KV: a turn, a demotion, a restore. ``stored``: ledger tokens that the manifest
     covers (``None``: ask it); ``snapped``: of which, and more, snapshots are taken. ``early``: sliding windows captured
     at resume points that are not stored yet. ``held``: its chunks in the host tier, with their bytes; ``unsaved``: what
-    of them the disk refused, behind the manifest's end.
+    of them the disk refused, behind the manifest's end. ``short``: why the last restore brought back fewer tokens than
+    the last commit had.
     """
 
     record: SessionRecord
@@ -41,6 +42,7 @@ class SessionCore:
     early: dict[int, tuple[CapturedPart, ...]] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     unsaved: Manifest | None = None
+    short: str | None = None
     reserved: int = 0
     gate: asyncio.Lock = field(default_factory=asyncio.Lock)
     turns: int = 0

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from agentkv.codecs import CODECS
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.templates import ChatTemplate
-from agentkv.errors import Closed, ContextTooLong, InvalidRequest, SessionNotFound
+from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Event
 from agentkv.sessions.core import SessionCore
@@ -25,6 +26,8 @@ from agentkv.settings import Settings
 from agentkv.types import RestoreReport, SessionState, Span
 
 __all__ = ["Sessions"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TENANT = "default"
@@ -160,7 +163,8 @@ class Sessions:
         self._check_open()
         core = self._cores.get(session_id)
         if core is None:
-            core = SessionCore(await self.repository.get_session(session_id, _TENANT), SessionState.DISK)
+            record = await self.repository.get_session(session_id, _TENANT)
+            core = self._cores.setdefault(session_id, SessionCore(record, SessionState(record.state)))
         return await asyncio.shield(self.tracked(self._delete(core)))
 
     async def _delete(self, core: SessionCore) -> int:
@@ -191,13 +195,13 @@ class Sessions:
             finally:
                 self.tiers.settle(core)
 
-    async def run(self, core: SessionCore, request: TurnInput, wait: bool) -> AsyncIterator[Event | Appended]:
+    async def run(self, core: SessionCore, request: TurnInput, wait: bool) -> AsyncGenerator[Event | Appended]:
         """Run a turn; see ``Turn``."""
         self._check_open()
         core.check_open()
         turn = Turn(core, self._model, self.tiers, request, default_max_tokens=self._settings.max_tokens)
         events = events_of(turn, self._tasks, self._settings.busy_wait_seconds if wait else None)
-        async with aclosing(events):  # type: ignore[type-var]
+        async with aclosing(events):
             async for event in events:
                 yield event
 
@@ -223,11 +227,16 @@ class Sessions:
             await asyncio.wait(running)
         for core in self.cores():
             async with core.gate:
-                if not core.deleted:
-                    await self.tiers.flush(core)
-                if core.kv is not None:
-                    core.kv.close()
-                    core.kv = None
+                try:
+                    if not core.deleted:
+                        await self.tiers.flush(core)
+                except AgentKVError as error:
+                    # Its KV will be recomputed; the other sessions' is still to be stored.
+                    logger.error("session %s: KV was not written to disk: %s", core.id, error)
+                finally:
+                    if core.kv is not None:
+                        core.kv.close()
+                        core.kv = None
 
 
 def _head_records(

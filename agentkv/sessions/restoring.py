@@ -30,7 +30,7 @@ __all__ = ["ChunkReader", "Restored"]
 
 logger = logging.getLogger(__name__)
 
-_ALTERED = frozenset({"checksum", "truncated", "format", "decode", "geometry"})
+_ALTERED = frozenset({"checksum", "truncated", "format", "decode", "geometry", "unreadable"})
 """Faults that lie in the file itself: it is moved aside. The others may serve another model or session."""
 
 
@@ -161,7 +161,7 @@ class ChunkReader:
             covered = self._decode(kv, buffer, header, segment.span.start, stop, point)
             return _Read(header, held is not None, covered)
         except ChunkFault as fault:
-            if fault.reason in _ALTERED and self._blobs.exists(name):
+            if fault.reason in _ALTERED:
                 self._blobs.quarantine(name, fault.reason)
                 self._host.discard(name)
             return fault

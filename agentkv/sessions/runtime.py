@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -186,20 +187,22 @@ class AgentKV:
         if self._state == "closed":
             return
         self._state = "closed"
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
-        if hasattr(self, "sessions"):
-            await self.sessions.close()
-        if self._model is not None:
-            await self._model.engine.stop()
-            self._model = None
-        if self._executor is not None:
-            await asyncio.to_thread(self._executor.shutdown)
-        if self._repository is not None:
-            await self._repository.close()
-        if self._home is not None:
-            await asyncio.to_thread(self._home.close)
+        # Last in, first out; each is given back even where another refuses.
+        async with AsyncExitStack() as stack:
+            if self._home is not None:
+                stack.push_async_callback(asyncio.to_thread, self._home.close)
+            if self._repository is not None:
+                stack.push_async_callback(self._repository.close)
+            if self._executor is not None:
+                stack.push_async_callback(asyncio.to_thread, self._executor.shutdown)
+            if self._model is not None:
+                stack.push_async_callback(self._model.engine.stop)
+                self._model = None
+            if hasattr(self, "sessions"):
+                stack.push_async_callback(self.sessions.close)
+            if self._watch is not None:
+                self._watch.cancel()
+                await asyncio.wait([self._watch])
 
 
 def _import_engine() -> None:

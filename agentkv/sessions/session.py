@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import InvalidRequest
@@ -60,21 +61,26 @@ class Session:
         """Add messages (a string, one message, or a list) and generate the reply. Returns once it is committed."""
         return await _last(self.stream(messages, wait=wait, **sampling))
 
-    async def stream(self, messages: MessageInput, *, wait: bool = False, **sampling: Any) -> AsyncIterator[Event]:
-        """As ``send``, as events: ``TextDelta`` while it generates, ``Done`` with the reply once it is committed."""
+    async def stream(self, messages: MessageInput, *, wait: bool = False, **sampling: Any) -> AsyncGenerator[Event]:
+        """As ``send``, as events: ``TextDelta`` while it generates, ``Done`` with the reply once it is committed.
+
+        Leaving the loop early rolls the turn back soon; with ``contextlib.aclosing`` around the stream, at once.
+        """
         request = TurnInput("send", tuple(self._checked(messages)), sampling=SamplingParams.build(**sampling))
-        async for event in self._run(request, wait):
-            yield event  # type: ignore[misc]
+        async with aclosing(self._run(request, wait)) as events:
+            async for event in events:
+                yield event  # type: ignore[misc]
 
     async def continue_(self, *, wait: bool = False, **sampling: Any) -> Reply:
         """Generate without new input: go on where ``max_tokens`` cut the last reply, or answer appended messages."""
         return await _last(self.stream_continue(wait=wait, **sampling))
 
-    async def stream_continue(self, *, wait: bool = False, **sampling: Any) -> AsyncIterator[Event]:
+    async def stream_continue(self, *, wait: bool = False, **sampling: Any) -> AsyncGenerator[Event]:
         """``continue_`` as events."""
         request = TurnInput("continue", sampling=SamplingParams.build(**sampling))
-        async for event in self._run(request, wait):
-            yield event  # type: ignore[misc]
+        async with aclosing(self._run(request, wait)) as events:
+            async for event in events:
+                yield event  # type: ignore[misc]
 
     async def append(self, messages: MessageInput, *, wait: bool = False) -> list[Item]:
         """Commit messages as given, assistant messages included, and generate nothing. Their KV is computed now."""
@@ -100,7 +106,7 @@ class Session:
             )
         return checked
 
-    def _run(self, request: TurnInput, wait: bool) -> AsyncIterator[Event | Appended]:
+    def _run(self, request: TurnInput, wait: bool) -> AsyncGenerator[Event | Appended]:
         return self._sessions.run(self._core, request, wait)
 
     # -- reading ------------------------------------------------------------------------------------------------------

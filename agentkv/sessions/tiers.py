@@ -86,13 +86,15 @@ class Tiers:
         the numbers.
         """
         needed = self.layout.bytes_needed(core.kv, tokens)
+        stuck: set[SessionCore] = set()
         while True:
             others = [c for c in self._cores() if c is not core]
             used = sum(c.reserved for c in others)
             if used + needed <= self.device_budget:
                 core.reserved = needed
                 return
-            idle = sorted((c for c in others if c.kv is not None and c.idle), key=lambda c: c.last_used)
+            movable = (c for c in others if c.kv is not None and c.idle and c not in stuck)
+            idle = sorted(movable, key=lambda c: c.last_used)
             freeable = sum(c.reserved for c in idle)
             if used - freeable + needed > self.device_budget:
                 raise CapacityExceeded(
@@ -106,7 +108,11 @@ class Tiers:
                 )
             for victim in idle:
                 if victim.idle and victim.kv is not None:
-                    await self.suspend(victim, Tier.HOST)
+                    try:
+                        await self.suspend(victim, Tier.HOST)
+                    except StorageError as error:
+                        logger.error("session %s could not be demoted: %s", victim.id, error)
+                        stuck.add(victim)
                     break
 
     def settle(self, core: SessionCore) -> None:
@@ -122,7 +128,9 @@ class Tiers:
         rest of the ledger.
         """
         if core.kv is not None:
-            return RestoreReport("device", core.kv.length)
+            missing = max(0, core.record.kv_length - core.kv.length)
+            reason = core.short if missing else None
+            return RestoreReport("device", core.kv.length, reason=reason, recomputed_tokens=missing)
         expected = core.record.kv_length
         if expected == 0:
             core.kv, core.state = self.layout.open(), SessionState.LIVE
@@ -136,7 +144,7 @@ class Tiers:
             raise
         core.state = SessionState.LIVE
         self._release_host(core)
-        core.unsaved = None
+        core.unsaved, core.short = None, report.reason
         report = replace(report, seconds=time.perf_counter() - started)
         if report.reason is not None:
             kind = report.reason.split(":")[0]
@@ -154,8 +162,9 @@ class Tiers:
     async def _restore(self, core: SessionCore, expected: int, room: int) -> RestoreReport:
         ledger = await core.load(self.repository)
         if core.record.kv_fingerprint != self._fingerprint:
-            # Another model's KV. It stays on disk until this session's next turn replaces it.
+            # Another model's KV: its bytes make room for this one's.
             await self._forget(core, 0)
+            core.record = await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
             core.kv = self.layout.open()
             return RestoreReport("recompute", 0, 0.0, None, "fingerprint: stored by another model", expected)
         manifest = await self.repository.manifest(core.id)
@@ -183,10 +192,14 @@ class Tiers:
         return RestoreReport(restored.source, tokens, 0.0, codec, reason, max(0, expected - tokens))
 
     async def _forget(self, core: SessionCore, position: int) -> None:
-        """The manifest ends at ``position`` from now on; files that nobody needs any more go."""
-        if await self.repository.truncate_manifest(core.id, position):
-            await self.writer.collect_garbage()
+        """The manifest ends at ``position`` from now on; files that nobody needs any more go, now or with the next."""
+        dropped = await self.repository.truncate_manifest(core.id, position)
         core.stored = core.snapped = min(position, core.stored or 0)
+        if dropped:
+            try:
+                await self.writer.collect_garbage()
+            except StorageError as error:
+                logger.error("unneeded chunks of session %s could not be deleted yet: %s", core.id, error)
 
     # -- storing ------------------------------------------------------------------------------------------------------
 
@@ -261,8 +274,17 @@ class Tiers:
         """Take the session off the device, to host memory or to disk. Idempotent; waits for a turn under way.
 
         Where the disk refuses, the session stops at host memory, and the report's ``tier`` and ``details`` say so;
-        ``StorageFull`` where that has no room either: the session then stays live.
+        ``StorageFull`` where that has no room either: the session then stays live. A cancelled caller gets its
+        ``CancelledError`` once the move has ended: a half-written store would be known to SQL and not to ``core``.
         """
+        task = asyncio.create_task(self._suspend(core, tier))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+
+    async def _suspend(self, core: SessionCore, tier: Tier) -> SuspendReport:
         started = time.perf_counter()
         async with core.gate:
             core.check_open()
@@ -274,6 +296,7 @@ class Tiers:
                 finally:
                     if core.kv is not None:
                         core.state = SessionState.LIVE
+                        self._release_host(core)
             elif tier is Tier.DISK and core.state is SessionState.HOST and core.unsaved is None:
                 self._release_host(core)
                 core.state = SessionState.DISK
@@ -295,34 +318,33 @@ class Tiers:
         await self.flush(core)
         fault_point("suspend.flushed")
         assert core.kv is not None
-        state = SessionState.DISK
-        if core.stored != core.kv.length:
-            await self._hold_unsaved(core)
-            state = SessionState.HOST
-        elif tier is Tier.HOST and await self._hold(core):
-            state = SessionState.HOST
+        held = core.stored != core.kv.length and await self._hold_unsaved(core)
+        if not held and tier is Tier.HOST:
+            held = await self._hold(core)
+        state = SessionState.HOST if held else SessionState.DISK
         kv, core.kv, core.state, core.reserved = core.kv, None, state, 0
         kv.close()
         if state is SessionState.DISK:
             core.ledger = None
         fault_point("suspend.end")
 
-    async def _hold_unsaved(self, core: SessionCore) -> None:
-        """Chunks that the disk does not take, into host memory, where nothing evicts them."""
+    async def _hold_unsaved(self, core: SessionCore) -> bool:
+        """Chunks that the disk does not take, into host memory, where nothing evicts them. ``False``: it took them."""
         core.stored = core.snapped = None
         snapshot = await self._snapshot(core)
-        assert snapshot is not None
+        if snapshot is None:
+            return False
         chunks = await self.writer.encoded(snapshot, core.record.idle_codec)
         self._make_room(core, sum(chunk.nbytes for chunk in chunks))
         for chunk in chunks:
             if not self.host.put(chunk.id, chunk.tobytes()):
-                self._release_host(core)
                 raise StorageFull(
                     f"session {core.id} stays on the device: the disk refused its KV ({self.storage_error}) and host "
                     f"memory has no room for {chunk.nbytes:,} bytes; free disk space or raise host_budget"
                 )
             core.held[chunk.id] = chunk.nbytes
         core.unsaved = snapshot.manifest([chunk.id for chunk in chunks])
+        return True
 
     def _make_room(self, core: SessionCore, nbytes: int) -> bool:
         """Free host memory by letting the least recently used sessions go to disk alone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from agentkv.engine.job import Generation, Job, JobResult
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.sampling import Sampler
 from agentkv.engine.sink import TextSink
-from agentkv.errors import ContextTooLong, InvalidRequest
+from agentkv.errors import Closed, ContextTooLong, InvalidRequest
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
 from agentkv.schemas.sampling import SamplingParams
@@ -85,7 +85,7 @@ class Turn:
         self.committed = False
 
     async def run(self, wait_seconds: float | None) -> None:
-        """The whole turn. Every outcome, an exception included, is posted; only cancellation is raised."""
+        """The whole turn. Every outcome is posted; cancellation is raised as well."""
         try:
             async with self._core.turn(wait_seconds) as answered:
                 last = await self._committed_turn()
@@ -93,6 +93,11 @@ class Turn:
                 answered()
                 self.events.put_nowait(last)
                 await self._tiers.write_behind(self._core)
+        except asyncio.CancelledError:
+            # Where the consumer asked for it nobody reads this; where the runtime is closing the consumer waits.
+            how = "after it was committed" if self.committed else "and rolled it back"
+            self.events.put_nowait(Closed(f"the runtime closed during this turn, {how}"))
+            raise
         except Exception as error:
             self.events.put_nowait(error)
 
@@ -343,7 +348,7 @@ async def _outlast(awaitable: Any) -> Any:
 
 async def events_of(
     turn: Turn, tasks: set[asyncio.Task[None]], wait_seconds: float | None
-) -> AsyncIterator[Event | Appended]:
+) -> AsyncGenerator[Event | Appended]:
     """Run ``turn`` in a task of its own and yield its events. Closing the iterator early, or cancelling its consumer,
     rolls the turn back, unless it is committed already."""
     task = asyncio.create_task(turn.run(wait_seconds), name="agentkv-turn")

@@ -1,4 +1,4 @@
-"""A model that cannot be right here is refused when it is loaded, and the error names the feature that is in the way."""
+"""A model that cannot be right here is refused when it is loaded; the error names the feature that is in the way."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     FalconConfig,
     FalconH1Config,
     Gemma3TextConfig,
@@ -112,6 +113,24 @@ def gemma3n() -> PreTrainedConfig:
     )
 
 
+def deepseek() -> PreTrainedConfig:
+    return DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4, "head_dim": 4},
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        first_k_dense_replace=1,
+    )
+
+
 def bidirectional() -> PreTrainedConfig:
     return Gemma3TextConfig(**SIZES, use_bidirectional_attention=True)
 
@@ -130,6 +149,7 @@ def bidirectional() -> PreTrainedConfig:
         (qwen3_next, "recurrent state"),
         (llama4, "layer type chunked_attention"),
         (gemma3n, "Gemma3nTextAttention of layer 2"),
+        (deepseek, "DeepseekV3Attention of layer 0"),
         (bidirectional, "bidirectional attention"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
@@ -143,7 +163,9 @@ def test_refused_by_name(config: Callable[[], PreTrainedConfig], feature: str) -
 
 
 def test_encoder_decoder_is_refused_by_name() -> None:
-    config = T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
     with pytest.raises(Unsupported, match="t5 is not supported: encoder-decoder"):
         ModelAdapter(T5ForConditionalGeneration(config))
 

@@ -1,0 +1,48 @@
+# make demo | test | test-full | check | format | clean          everything happens inside $(VENV)
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TESTS ?= tests
+
+.PHONY: demo test test-full check format clean install install-dev
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+demo: install
+	$(BIN)/agentkv demo
+
+# The model that the tests use is fetched once, before they run, so that no test waits for a download.
+test: install-dev
+	$(BIN)/agentkv models pull smollm2-135m
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not gpu" $(TESTS)
+
+test-full: install-dev
+	$(BIN)/agentkv models pull smollm2-135m
+	$(BIN)/agentkv models pull gemma3-270m
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" $(TESTS)
+
+check: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

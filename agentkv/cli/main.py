@@ -1,0 +1,86 @@
+"""The command line. Importing it imports neither torch nor the runtime: each command loads what it needs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from agentkv import __version__
+from agentkv.cli import chat, demo, doctor, models, sessions
+from agentkv.errors import AgentKVError
+
+__all__ = ["app"]
+
+_LATE = {"bench": "agentkv.bench.app"}
+"""Command groups that are imported when they are asked for, where they are installed."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The root group: late command groups, and errors as one line."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *(name for name, module in _LATE.items() if find_spec(module))]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        module = _LATE.get(cmd_name)
+        if module is not None and find_spec(module):
+            return typer.main.get_command(import_module(module).app)
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AgentKVError as error:
+            if ctx.params.get("debug"):
+                raise
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Durable KV state for LLM agent conversations: sessions that sleep on disk and wake in another process.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"agentkv {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Log everything, and show tracebacks.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if debug:
+        logging.basicConfig(level=logging.DEBUG)
+        return
+    # What transformers says while it loads is not about the user's command.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+app.command("demo")(demo.demo)
+app.command("chat")(chat.chat)
+app.add_typer(models.app, name="models")
+app.add_typer(sessions.app, name="sessions")
+app.command("doctor")(doctor.doctor)
+
+if __name__ == "__main__":
+    app()

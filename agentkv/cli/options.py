@@ -1,0 +1,43 @@
+"""Options that several commands share, and the settings they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentkv.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from agentkv.settings import Settings
+
+__all__ = ["AsJson", "Device", "Dtype", "HomeFolder", "Model", "settings_from"]
+
+HomeFolder = Annotated[
+    Path | None, typer.Option("--home", help="Home folder (default: AGENTKV_HOME, else ~/.local/share/agentkv).")
+]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Catalogue name, local folder, .gguf file, or Hugging Face id.")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N, or auto.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def settings_from(**given: Any) -> Settings:
+    """Settings from what the command line gives; ``None`` leaves a field to environment, TOML and default.
+
+    Raises ``InvalidRequest`` in one line for a value that does not fit.
+    """
+    from pydantic import ValidationError
+
+    from agentkv.settings import Settings
+
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
+        raise InvalidRequest(f"settings: {'; '.join(faults)}") from error
+    except ValueError as error:
+        raise InvalidRequest(f"settings: {error}") from error

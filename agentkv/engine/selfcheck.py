@@ -1,0 +1,112 @@
+"""Does a row's result depend on how many rows share its step? Asked of the real model on this machine.
+
+A matrix product may choose another kernel, and so another order of additions, for another number of rows. Where that
+shows in a row's bits, a conversation's tokens could depend on who else is talking (DESIGN §5, "Bits"). The engine keeps
+off the one count known to differ, a single row; this finds out whether the others agree here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentkv.engine.adapter import ModelAdapter, StepInput
+from agentkv.kv.contract import Layout, SequenceKV, Slot
+
+__all__ = ["ROW_COUNTS", "RowReport", "rows_do_not_matter"]
+
+ROW_COUNTS = (1, 2, 5, 9, 17, 33, 129)
+"""Rows of a step: alone, small batches, and beside a prefill piece of 128 tokens."""
+
+_CONTEXT, _STEPS = 24, 2
+_MOST_DECODES = 9
+
+
+@dataclass(frozen=True, slots=True)
+class RowReport:
+    """What was seen. ``differing``: row counts whose logits are not bit for bit those of the first.
+
+    ``max_difference``: the largest absolute difference of a logit, 0.0 where all agree.
+    """
+
+    ok: bool
+    row_counts: tuple[int, ...]
+    differing: tuple[int, ...]
+    max_difference: float
+    device: str
+    dtype: str
+
+
+def rows_do_not_matter(
+    adapter: ModelAdapter, layout: Layout[Any], row_counts: Sequence[int] = ROW_COUNTS
+) -> RowReport:
+    """Decode the same tokens of one sequence in steps of each row count, and compare its logits' bits.
+
+    The other rows are both kinds that occur: sequences that decode one token each, and one that prefills a piece.
+    Mutates nothing that outlives the call. Runs the model: call it from the model's thread, or before there is one.
+    """
+    limit = adapter.context_limit or 2**31
+    counts = [n for n in row_counts if (n - 1) * _STEPS <= limit]
+    alone = _decode(adapter, layout, ())
+    differing, largest = [], 0.0
+    for rows in counts:
+        others = rows - 1
+        decoding, prefilling = (1,) * others, (others,) if others else ()
+        for neighbours in {decoding, prefilling} if rows <= _MOST_DECODES else {prefilling}:
+            logits = _decode(adapter, layout, neighbours)
+            if not torch.equal(logits.view(torch.uint8), alone.view(torch.uint8)):
+                largest = max(largest, (logits.float() - alone.float()).abs().max().item())
+                if rows not in differing:
+                    differing.append(rows)
+    return RowReport(
+        ok=not differing,
+        row_counts=tuple(counts),
+        differing=tuple(differing),
+        max_difference=largest,
+        device=str(adapter.device),
+        dtype=adapter.geometry.dtype,
+    )
+
+
+def _decode(adapter: ModelAdapter, layout: Layout[Any], neighbours: Sequence[int]) -> Tensor:
+    """Logits ``[steps, vocab]`` of the watched sequence, in the midst of ``neighbours`` (tokens a step of each)."""
+    vocabulary = adapter.vocab_size
+    watched = layout.open()
+    others = [layout.open() for _ in neighbours]
+    try:
+        _step(adapter, layout, [(watched, [(7919 * i + 11) % vocabulary for i in range(_CONTEXT)])])
+        rows = []
+        for step in range(_STEPS):
+            parts = [
+                (kv, [(104_729 * (step * 131 + number * 17 + i) + 3) % vocabulary for i in range(tokens)])
+                for number, (kv, tokens) in enumerate(zip(others, neighbours, strict=True))
+            ]
+            middle = len(parts) // 2
+            parts.insert(middle, (watched, [(6007 * step + 5) % vocabulary]))
+            rows.append(_step(adapter, layout, parts)[middle].clone())
+        return torch.stack(rows).cpu()
+    finally:
+        for kv in (watched, *others):
+            kv.close()
+
+
+def _step(adapter: ModelAdapter, layout: Layout[Any], parts: Sequence[tuple[SequenceKV, list[int]]]) -> Tensor:
+    """One packed step over ``parts``, as the engine does it: logits ``[len(parts), vocab]`` of each one's last row."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots = []
+    for kv, new in parts:
+        kv.reserve(len(new))
+        slots.append(Slot(kv, len(ids), len(ids) + len(new)))
+        positions.extend(range(kv.length, kv.length + len(new)))
+        ids.extend(new)
+    with torch.inference_mode():
+        meta = layout.plan(slots)
+        logits = adapter.run(StepInput(ids, positions, [slot.stop - 1 for slot in slots]), layout, meta)
+        for slot in slots:
+            slot.kv.advance(ids[slot.start : slot.stop])
+    return logits
