@@ -49,5 +49,5 @@ def smollm2_path() -> Path:
     from agentkv.models import pull
     from agentkv.settings import Settings
 
-    home = os.environ.get("AGENTKV_TEST_HOME", "~/.local/share/agentkv")
-    return pull("smollm2-135m", Settings(home=Path(home))).path
+    home = os.environ.get("AGENTKV_TEST_HOME")
+    return pull("smollm2-135m", Settings(home=Path(home)) if home else Settings()).path

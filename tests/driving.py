@@ -90,10 +90,10 @@ class WatchedLayout(DynamicLayout):
 
 
 @asynccontextmanager
-async def running(adapter: ModelAdapter, *, max_batch_tokens: int = 64) -> AsyncIterator[tuple[Engine, WatchedLayout]]:
+async def running(adapter: ModelAdapter, *, joint_rows: int = 64) -> AsyncIterator[tuple[Engine, WatchedLayout]]:
     """An engine with its own thread, over a watched layout."""
     layout = WatchedLayout(adapter)
-    engine = Engine(adapter, layout, max_batch_tokens=max_batch_tokens)
+    engine = Engine(adapter, layout, joint_rows=joint_rows)
     engine.start()
     try:
         yield engine, layout

@@ -18,7 +18,18 @@ from agentkv import AgentKV
 from agentkv.schemas.replies import Reply
 from agentkv.sessions.session import Session
 
-__all__ = ["CONTEXT", "chat_folder", "check_home", "check_session", "model_folder", "opened", "prompt", "said", "turns"]
+__all__ = [
+    "CONTEXT",
+    "chat_folder",
+    "check_home",
+    "check_session",
+    "model_folder",
+    "opened",
+    "prompt",
+    "said",
+    "turns",
+    "written",
+]
 
 CONTEXT = 1024
 _CHAT_VOCAB = 320
@@ -108,10 +119,17 @@ async def check_session(kv: AgentKV, session: Session) -> None:
     kv.sessions.tiers.host.check_integrity()
 
 
+async def written(kv: AgentKV) -> None:
+    """Wait until what was committed is written behind. A turn replies first; it holds the gate until it has begun."""
+    for core in kv.sessions.cores():
+        async with core.gate:
+            if core.writing is not None:
+                await asyncio.wait([core.writing])
+
+
 async def check_home(kv: AgentKV) -> None:
     """Every live blob has a row and every stored segment a file; bytes are counted right; nothing is half-written."""
-    if writing := [core.writing for core in kv.sessions.cores() if core.writing is not None]:
-        await asyncio.wait(writing)
+    await written(kv)
     blobs, repository = kv.sessions.tiers.blobs, kv.sessions.repository
     there = dict(blobs.list())
     known = await repository.known_chunk_ids()

@@ -73,7 +73,7 @@ def chat(
             try:
                 talk.run()
             finally:
-                talk.part([("--home", home and str(home)), ("--model", model)])
+                talk.part([("--home", str(home) if home else None), ("--model", model)])
         finally:
             loop.run(kv.close())
 
@@ -104,7 +104,9 @@ class _Talk:
     def greet(self, *, new: bool) -> None:
         """What was opened; of an earlier conversation, its last words."""
         model = self._kv.model
-        self._note(f"session {self._session.id}  ({model.name}, {model.adapter.geometry.dtype}, {model.adapter.device})")
+        self._note(
+            f"session {self._session.id}  ({model.name}, {model.adapter.geometry.dtype}, {model.adapter.device})"
+        )
         self._note("/help shows the commands")
         if new:
             return
@@ -147,7 +149,9 @@ class _Talk:
             reply = self._loop.run(self._stream(line))
         except KeyboardInterrupt:
             kept = self._loop.run(self._session.state()).turns > before
-            self._note("\n(too late to cancel: this turn is kept)" if kept else "\n(cancelled: this turn was taken back)")
+            self._note(
+                "\n(too late to cancel: this turn is kept)" if kept else "\n(cancelled: this turn was taken back)"
+            )
         except AgentKVError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         else:
@@ -155,12 +159,15 @@ class _Talk:
             self._note(_summary(reply))
 
     async def _stream(self, line: str) -> Reply:
+        from agentkv.schemas.replies import Done
+
         reply = None
-        async with aclosing(self._session.stream(line, **self._sampling)) as events:  # type: ignore[type-var]
+        async with aclosing(self._session.stream(line, **self._sampling)) as events:
             async for event in events:
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
-                reply = getattr(event, "reply", None)
+                if isinstance(event, Done):
+                    reply = event.reply
         assert reply is not None
         return reply
 

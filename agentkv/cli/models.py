@@ -50,7 +50,8 @@ def list_(home: HomeFolder = None, as_json: AsJson = False) -> None:
 
     table = Table("model", "here", "size", "licence", "description", box=None, pad_edge=False)
     for it in listed:
-        table.add_row(it.name, "yes" if it.local else "no", nbytes(it.nbytes), it.licence or "not known", it.description)
+        here = "yes" if it.local else "no"
+        table.add_row(it.name, here, nbytes(it.nbytes), it.licence or "not known", it.description)
     out_console().print(table)
 
 

@@ -62,8 +62,7 @@ async def _rows(settings: Settings, agent: str | None, limit: int) -> list[dict[
         found = await home.repository.list_sessions(agent_id=agent, limit=limit)
         manifests = [await home.repository.manifest(record.id) for record in found]
         return [
-            _summary(record, manifest, home.nbytes(manifest))
-            for record, manifest in zip(found, manifests, strict=True)
+            _summary(record, manifest, home.nbytes(manifest)) for record, manifest in zip(found, manifests, strict=True)
         ]
 
 
@@ -100,7 +99,9 @@ def show(session_id: SessionId, home: HomeFolder = None, as_json: AsJson = False
     console = out_console()
     console.print(f"[bold]{summary['id']}[/]  {summary['agent_id'] or ''}")
     console.print(f"model {summary['model']}, policy {summary['policy']}, codec {summary['idle_codec']}")
-    console.print(f"{summary['turns']} turns, created {age(summary['created_at'])}, changed {age(summary['updated_at'])}")
+    console.print(
+        f"{summary['turns']} turns, created {age(summary['created_at'])}, changed {age(summary['updated_at'])}"
+    )
     table = Table("turn", "span", "tokens", "role", "text", box=None, pad_edge=False)
     for item in items:
         text = str(item.content.get("content") or "") or f"({item.kind})"

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentkv.engine.adapter import ATTENTION_NAME, ModelAdapter
 from agentkv.engine.engine import Engine
+from agentkv.engine.packing import pack_linears
 from agentkv.errors import InvalidRequest, ModelUnavailable
 from agentkv.kv.contract import LAYOUTS, Layout
 from agentkv.models import LocalModel
@@ -22,6 +23,8 @@ from agentkv.types import Fingerprints
 __all__ = ["LoadedModel", "load", "pick_device"]
 
 _CPU_PIECE, _CUDA_PIECE = 128, 2048
+_CPU_JOINT = 32
+"""See ``Scheduler``: bf16 products of at most so many rows give bits that do not depend on the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,13 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
         torch.set_num_threads(settings.threads)
     dtype = "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             local.path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailable(local.name, {str(local.path): str(error).splitlines()[0]}) from error
     adapter = ModelAdapter(model.to(device))
+    pack_linears(model)
     layout_name = "dynamic" if settings.layout == "auto" else settings.layout
     layout = LAYOUTS.get(layout_name)(adapter.geometry, device, adapter.query_heads)
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)
@@ -79,7 +83,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
         name=local.name,
         adapter=adapter,
         layout=layout,
-        engine=Engine(adapter, layout, max_batch_tokens=settings.max_batch_tokens or 2 * piece),
+        engine=Engine(adapter, layout, joint_rows=settings.joint_rows or (_CPU_JOINT if device.type == "cpu" else 2 * piece)),
         tokenizer=tokenizer,
         fingerprints=Fingerprints(
             kv=kv_fingerprint(local, model.config.to_dict(), dtype=adapter.geometry.dtype),

@@ -23,49 +23,58 @@ ROW_COUNTS = (1, 2, 5, 9, 17, 33, 129)
 """Rows of a step: alone, small batches, and beside a prefill piece of 128 tokens."""
 
 _CONTEXT, _STEPS = 24, 2
-_MOST_DECODES = 9
+_MOST_DECODES = 33
 
 
 @dataclass(frozen=True, slots=True)
 class RowReport:
-    """What was seen. ``differing``: row counts whose logits are not bit for bit those of the first.
+    """What was seen. A row count differs if the logits are not bit for bit those of a sequence that is alone.
 
+    ``beside_decodes``: differing row counts where the other rows are other sequences' single tokens (the head then has
+    as many rows). ``beside_prefill``: where they are one sequence's prefill piece (the head then has two).
     ``max_difference``: the largest absolute difference of a logit, 0.0 where all agree.
     """
 
-    ok: bool
     row_counts: tuple[int, ...]
-    differing: tuple[int, ...]
+    beside_decodes: tuple[int, ...]
+    beside_prefill: tuple[int, ...]
     max_difference: float
     device: str
     dtype: str
 
+    @property
+    def ok(self) -> bool:
+        """Whether all agree."""
+        return not self.differing
 
-def rows_do_not_matter(
-    adapter: ModelAdapter, layout: Layout[Any], row_counts: Sequence[int] = ROW_COUNTS
-) -> RowReport:
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """Row counts that differ in either way."""
+        return tuple(sorted({*self.beside_decodes, *self.beside_prefill}))
+
+
+def rows_do_not_matter(adapter: ModelAdapter, layout: Layout[Any], row_counts: Sequence[int] = ROW_COUNTS) -> RowReport:
     """Decode the same tokens of one sequence in steps of each row count, and compare its logits' bits.
 
-    The other rows are both kinds that occur: sequences that decode one token each, and one that prefills a piece.
     Mutates nothing that outlives the call. Runs the model: call it from the model's thread, or before there is one.
     """
-    limit = adapter.context_limit or 2**31
-    counts = [n for n in row_counts if (n - 1) * _STEPS <= limit]
+    room = (adapter.context_limit or 2**31) // _STEPS
+    counts = tuple(rows for rows in row_counts if rows <= room)
     alone = _decode(adapter, layout, ())
-    differing, largest = [], 0.0
-    for rows in counts:
-        others = rows - 1
-        decoding, prefilling = (1,) * others, (others,) if others else ()
-        for neighbours in {decoding, prefilling} if rows <= _MOST_DECODES else {prefilling}:
-            logits = _decode(adapter, layout, neighbours)
-            if not torch.equal(logits.view(torch.uint8), alone.view(torch.uint8)):
-                largest = max(largest, (logits.float() - alone.float()).abs().max().item())
-                if rows not in differing:
-                    differing.append(rows)
+    largest = 0.0
+
+    def differs(neighbours: Sequence[int]) -> bool:
+        nonlocal largest
+        logits = _decode(adapter, layout, neighbours)
+        if torch.equal(logits.view(torch.uint8), alone.view(torch.uint8)):
+            return False
+        largest = max(largest, (logits.float() - alone.float()).abs().max().item())
+        return True
+
     return RowReport(
-        ok=not differing,
-        row_counts=tuple(counts),
-        differing=tuple(differing),
+        row_counts=counts,
+        beside_decodes=tuple(n for n in counts if n <= _MOST_DECODES and differs((1,) * (n - 1))),
+        beside_prefill=tuple(n for n in counts if n > 2 and differs((n - 1,))),
         max_difference=largest,
         device=str(adapter.device),
         dtype=adapter.geometry.dtype,

@@ -297,9 +297,8 @@ class DynamicLayout(Layout[list[_SlotPlan]]):
     name = "dynamic"
 
     def __init__(self, geometry: KVGeometry, device: torch.device, query_heads: int) -> None:
-        super().__init__(geometry, device)
+        super().__init__(geometry, device, query_heads)
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
-        self._query_heads = query_heads
         self._where = {
             layer: (index, position)
             for index, group in enumerate(geometry.groups)
@@ -331,7 +330,7 @@ class DynamicLayout(Layout[list[_SlotPlan]]):
             first = 0 if group.window is None else max(0, past - group.window + 1)
             mask = None
             if tokens > 1:
-                fold = self._query_heads // group.kv_heads
+                fold = self.query_heads // group.kv_heads
                 mask = piece_mask(tokens, past, first, group.window, fold, self._dtype, self.device)
             groups.append((buffers, past - buffers.base, first - buffers.base, mask))
         return _SlotPlan(slot.start, slot.stop, tuple(groups))

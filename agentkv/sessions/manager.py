@@ -216,6 +216,14 @@ class Sessions:
         if self._closed:
             raise Closed("this runtime is closed")
 
+    async def flush(self) -> None:
+        """See ``AgentKV.flush``."""
+        self._check_open()
+        for core in self.cores():
+            async with core.gate:
+                if not core.deleted:
+                    await self.tiers.flush(core)
+
     async def close(self) -> None:
         """Cancel running turns, then store what is live. Idempotent."""
         self._closed = True

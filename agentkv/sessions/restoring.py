@@ -14,11 +14,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from agentkv.codecs import KVBlock
 from agentkv.errors import ChunkFault
 from agentkv.kv.contract import Layout, SequenceKV
+from agentkv.kv.staging import pinned_like, to_device
 from agentkv.sessions.db.records import Manifest, SegmentRecord
 from agentkv.storage.blobs import BlobStore, Buffer
 from agentkv.storage.chunkfile import ChunkHeader, check, decode_part, read_header
@@ -210,17 +209,15 @@ def _decode_aside(
 ) -> None:
     """Decode a whole part to the side, then copy the wanted tokens: for shortened segments, and for devices."""
 
-    def side(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        pinned = tensors[0].is_cuda
-        return tuple(
-            torch.empty((t.shape[0], len(whole), t.shape[2]), dtype=t.dtype, pin_memory=pinned) for t in tensors
-        )
-
-    block = KVBlock(side(target.keys), side(target.values))
+    block = pinned_like(target, len(whole))
     decode_part(buffer, header, index, block)
     lo, hi = span.start - whole.start, span.stop - whole.start
-    for source, into in zip((*block.keys, *block.values), (*target.keys, *target.values), strict=True):
-        into.copy_(source[:, lo:hi])
+    wanted = KVBlock(tuple(t[:, lo:hi] for t in block.keys), tuple(t[:, lo:hi] for t in block.values))
+    if target.keys[0].is_cuda:
+        to_device(wanted, target)
+        return
+    for source, into in zip((*wanted.keys, *wanted.values), (*target.keys, *target.values), strict=True):
+        into.copy_(source)
 
 
 def _chain_starts(ledger: array[int], segments: Sequence[SegmentRecord]) -> list[str]:

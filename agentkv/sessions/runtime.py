@@ -182,6 +182,10 @@ class AgentKV:
             logger.info("swept %d chunk files that no session names (%d were deleted ones)", len(orphans), len(buried))
         await self.sessions.tiers.writer.collect_garbage()
 
+    async def flush(self) -> None:
+        """Returns once the KV of every committed turn is on disk, or its trouble is noted. Waits for running turns."""
+        await self.sessions.flush()
+
     async def close(self) -> None:
         """Cancel running turns, write behind what is live, give everything back. Idempotent."""
         if self._state == "closed":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import InvalidRequest
@@ -85,18 +86,18 @@ class Session:
     async def append(self, messages: MessageInput, *, wait: bool = False) -> list[Item]:
         """Commit messages as given, assistant messages included, and generate nothing. Their KV is computed now."""
         request = TurnInput("append", tuple(self._checked(messages)))
-        return list((await _last_of(self._run(request, wait), Appended)).items)
+        return await _appended(self._run(request, wait))
 
     async def append_tokens(self, ids: Sequence[int], *, wait: bool = False) -> list[Item]:
         """``append`` for raw token ids: no template, no text."""
         if not ids:
             raise InvalidRequest("pass at least one token id", param="ids")
-        return list((await _last_of(self._run(TurnInput("append", ids=_ints(ids)), wait), Appended)).items)
+        return await _appended(self._run(TurnInput("append", ids=_ints(ids)), wait))
 
     async def generate_tokens(self, ids: Sequence[int] = (), *, wait: bool = False, **sampling: Any) -> Reply:
         """Add raw token ids, perhaps none, and generate; the reply has ``ids`` and no text."""
         request = TurnInput("send", ids=_ints(ids), sampling=SamplingParams.build(**sampling))
-        return (await _last_of(self._run(request, wait), Done)).reply
+        return await _last(self._run(request, wait))
 
     def _checked(self, messages: MessageInput) -> list[Any]:
         checked = normalise(messages)
@@ -176,18 +177,25 @@ class Session:
 
 def _ints(ids: Sequence[int]) -> tuple[int, ...]:
     try:
-        return tuple(int(i) for i in ids)
-    except (TypeError, ValueError):
+        return tuple(index(i) for i in ids)
+    except TypeError:
         raise InvalidRequest("token ids must be integers", param="ids") from None
 
 
-async def _last(events: AsyncIterator[Event]) -> Reply:
-    return (await _last_of(events, Done)).reply
+async def _last(events: AsyncIterator[Event | Appended]) -> Reply:
+    event = await _last_event(events)
+    assert isinstance(event, Done), event
+    return event.reply
 
 
-async def _last_of(events: AsyncIterator[Any], kind: type[Any]) -> Any:
-    event: Any = None
+async def _appended(events: AsyncIterator[Event | Appended]) -> list[Item]:
+    event = await _last_event(events)
+    assert isinstance(event, Appended), event
+    return list(event.items)
+
+
+async def _last_event(events: AsyncIterator[Event | Appended]) -> Event | Appended | None:
+    event = None
     async for event in events:
         pass
-    assert isinstance(event, kind), event
     return event

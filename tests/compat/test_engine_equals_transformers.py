@@ -97,7 +97,7 @@ RESUME: tuple[tuple[int, ...], ...] = ((), (1,), (10, 20, 33), (), (9,), (5,), (
 @each_family
 async def test_eight_sessions_in_different_phases_equal_generate(family: Family) -> None:
     reference = family.build()
-    async with running(adapted(family), max_batch_tokens=20) as (engine, layout):
+    async with running(adapted(family), joint_rows=20) as (engine, layout):
         gates = [Gate(), Gate()]
         jobs, recorders = [], []
         for index, (length, piece, points) in enumerate(zip(PROMPTS, PIECES, RESUME, strict=True)):

@@ -161,7 +161,7 @@ async def go_on(kv: AgentKV, session_id: str) -> Reply:
     return await session.generate_tokens(NEXT, max_tokens=TOKENS)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", pytest.param("mistral", marks=pytest.mark.full)])
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return asyncio.run(prepare(tmp_path_factory.mktemp(request.param), request.param))
 
@@ -243,7 +243,7 @@ async def test_resume_says_why_and_so_does_the_turn_that_recomputes(prepared: Pr
         assert (await session.generate_tokens(NEXT, max_tokens=TOKENS)).restore.reason is None
 
 
-async def test_a_bad_chunk_that_is_found_when_the_runtime_is_full_of_sessions(prepared: Prepared, tmp_path: Path) -> None:
+async def test_bad_chunks_of_several_sessions_that_come_back_at_once(prepared: Prepared, tmp_path: Path) -> None:
     """All at once: restores run in parallel and share the executor."""
     home = tmp_path / "home"
     shutil.copytree(prepared.home, home)
@@ -255,7 +255,7 @@ async def test_a_bad_chunk_that_is_found_when_the_runtime_is_full_of_sessions(pr
         assert kv.sessions.tiers.fallbacks == {"truncated": 3}
 
 
-# -- another model behind the same name ---------------------------------------------------------------------------------
+# -- another model behind the same name --------------------------------------------------------------------------------
 
 
 async def fresh(root: Path, model: Path, ledger: list[int], dtype: str = "float32") -> tuple[int, ...]:

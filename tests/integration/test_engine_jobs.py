@@ -41,7 +41,7 @@ async def held(engine: Engine, layout: DynamicLayout, ids: list[int]) -> Dynamic
 
 async def test_cancelled_in_mid_prefill_the_state_is_as_before_and_others_go_on(adapter: ModelAdapter) -> None:
     expected = await alone(adapter, prompt(9), 30)
-    async with running(adapter, max_batch_tokens=8) as (engine, layout):
+    async with running(adapter, joint_rows=8) as (engine, layout):
         kv = await held(engine, layout, prompt(30))
         before = snapshot(kv)
         gate = Gate()
@@ -175,7 +175,7 @@ async def test_a_failed_step_rolls_its_batch_back_and_leaves_the_others(
     adapter: ModelAdapter, error: Exception, seen: type[Exception]
 ) -> None:
     expected = await alone(adapter, prompt(9), 6)
-    async with running(adapter, max_batch_tokens=8) as (engine, layout):
+    async with running(adapter, joint_rows=8) as (engine, layout):
         kv = await held(engine, layout, prompt(30))
         before = snapshot(kv)
         spared, _ = generating(layout.open(), prompt(9), 6, piece=7)
@@ -225,7 +225,7 @@ async def test_a_sink_that_raises_fails_its_own_job_only(adapter: ModelAdapter) 
 
 
 async def test_stopping_cancels_what_runs_and_refuses_what_comes(adapter: ModelAdapter) -> None:
-    async with running(adapter, max_batch_tokens=8) as (engine, layout):
+    async with running(adapter, joint_rows=8) as (engine, layout):
         gate = Gate()
         states = [layout.open(), layout.open()]
         handles = [

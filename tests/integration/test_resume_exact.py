@@ -26,8 +26,8 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "tide", "argume
 REPORT = "".join(
     f"{hour:02d}:{minute:02d} buoy {7 * hour % 13}, swell {1.1 + hour * minute % 17 / 10:.1f} m from "
     f"{('north', 'west', 'south-west')[hour % 3]}, {('steady', 'rising', 'falling fast')[(hour + minute) % 3]}. "
-    for hour in range(12)
-    for minute in (5, 35)
+    for hour in range(10)
+    for minute in (5, 25, 45)
 )
 """About 700 tokens: three chunks, and six pieces of prefill."""
 
@@ -49,22 +49,27 @@ def _sampled(tokens: int, **more: Any) -> dict[str, Any]:
     return {"max_tokens": tokens, "logprobs": 1, **more}
 
 
+def _talkative(tokens: int, **more: Any) -> dict[str, Any]:
+    return _sampled(tokens, ignore_eos=True, **more)
+
+
 STEPS = (
     Step("natural stop", "send", ("What is the capital of France?", _sampled(40))),
     Step("length", "send", ("Tell me how rivers are born.", _sampled(9))),
     Step("continued", "continue", (_sampled(7),)),
-    Step("stop string", "send", ("Count from one to ten in words.", _sampled(40, stop=["three", "3"]))),
+    Step("stop string", "send", ("And where do they end?", _talkative(40, stop=["."]))),
     Step(
         "append only",
         "append",
         ([{"role": "user", "content": "High tide?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}],),
     ),
     Step("tool result", "append", ([{"role": "tool", "tool_call_id": "call_1", "content": "18:42, 6.1 m"}],)),
-    Step("answer to a tool", "continue", (_sampled(12),)),
-    Step("long message", "send", (REPORT + "\nWhich hour had the highest swell?", _sampled(16))),
-    Step(None, "send", ("And which one came from the north?", _sampled(16))),
+    Step("answer to a tool", "continue", (_talkative(12),)),
+    Step("long message", "send", (REPORT + "\nWhich hour had the highest swell?", _talkative(16))),
+    Step(None, "send", ("Describe that day as an old sailor would.", _talkative(16))),
 )
 CUTS = {step.cut: number for number, step in enumerate(STEPS, 1) if step.cut is not None}
+CONTROL = "continued"
 CREATE = {"system": "You are Bolt, a harbour pilot's assistant.", "tools": [WEATHER]}
 
 
@@ -89,14 +94,14 @@ class Run:
 def _run(model: Path, home: Path, dtype: str, codec: str) -> Run:
     opened = {"model": model, "home": home, "dtype": dtype, "idle_codec": codec, "idle_seconds": 3600}
     first: dict[str, Any] = {"whole": {"create": CREATE, "steps": [*(s.call for s in STEPS), ["ledger"]]}}
-    for cut, number in (*CUTS.items(), ("control", len(STEPS) - 1)):
+    for cut, number in (*CUTS.items(), ("control", CUTS[CONTROL])):
         first[cut] = {"create": CREATE, "steps": [*(s.call for s in STEPS[:number]), ["suspend", "disk"]]}
     begun = in_new_process(opened, first)
     second: dict[str, Any] = {
         cut: {"id": begun[cut]["id"], "steps": [*(s.call for s in _remainder(number)), ["ledger"]]}
         for cut, number in CUTS.items()
     }
-    second["control"] = {"id": begun["control"]["id"], "steps": [["resume"], ["reverse keys"], STEPS[-1].call]}
+    second["control"] = {"id": begun["control"]["id"], "steps": [["resume"], ["reverse keys"], _remainder(CUTS[CONTROL])[0].call]}
     resumed = in_new_process(opened, second)
     whole = begun["whole"]["results"]
     return Run(
@@ -170,13 +175,12 @@ def test_the_cuts_are_of_different_kinds(run: Run) -> None:
     assert replies["length"]["finish_reason"] == replies["continued"]["finish_reason"] == "length"
     stopped = replies["stop string"]
     assert stopped["finish_reason"] == "stop"
-    assert stopped["ids"][-1] != replies["natural stop"]["ids"][-1]
+    assert len(stopped["ids"]) < 40
     assert len(run.ledger) > 900
-    assert run.before["long message"][-1]["chunks_written"] + 1 >= 1
 
 
 @every_kind
 def test_control_reversed_keys_do_not_go_on_the_same(run: Run) -> None:
     resumed, _, reply = run.damaged
     assert resumed["source"] == "disk"
-    assert reply["ids"] != run.whole[-1]["ids"]
+    assert reply["ids"] != run.whole[CUTS[CONTROL]]["ids"]

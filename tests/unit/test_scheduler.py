@@ -64,16 +64,38 @@ def test_prefilling_jobs_take_turns() -> None:
     assert seen == [[a, b], [c, a], [b, c]]
 
 
-def test_all_decoding_jobs_take_part_beside_a_piece() -> None:
+def test_a_piece_that_does_not_fit_alternates_with_the_decodes() -> None:
+    decoding = [job(1) for _ in range(4)]
+    scheduler = scheduled(*decoding, rows=16)
+    while not all(each.decoding for each in decoding):
+        compute(scheduler, scheduler.plan())
+    long = job(60, piece=20)
+    scheduler.add(long)
+    seen = []
+    for _ in range(4):
+        batch = scheduler.plan()
+        seen.append(batch)
+        compute(scheduler, batch)
+    assert seen == [[long], decoding, [long], decoding], "its bits would depend on how many decode beside it"
+
+
+def test_a_piece_that_fits_joins_the_decodes() -> None:
+    decoding = [job(1) for _ in range(4)]
+    scheduler = scheduled(*decoding, rows=16)
+    compute(scheduler, scheduler.plan())
+    short = job(12, piece=20)
+    scheduler.add(short)
+    assert scheduler.plan() == [*decoding, short]
+
+
+def test_more_decodes_than_rows_take_turns() -> None:
     decoding = [job(1) for _ in range(20)]
     scheduler = scheduled(*decoding, rows=16)
     while not all(each.decoding for each in decoding):
         compute(scheduler, scheduler.plan())
-    late = job(30)
-    scheduler.add(late)
-    batch = scheduler.plan()
-    assert batch[:20] == decoding, "decode first, each of them, though they exceed the batch alone"
-    assert batch[20:] == [late], "and yet the prefill goes on"
+    batches = [scheduler.plan() for _ in range(5)]
+    assert all(len(batch) == 16 for batch in batches)
+    assert [sum(each in batch for batch in batches) for each in decoding] == [4] * 20
 
 
 def test_planning_twice_changes_nothing_but_whose_turn_it_is() -> None:
@@ -148,18 +170,22 @@ def test_cuts_depend_on_the_turn_alone_and_nobody_starves(
     scheduler = scheduled(*(job(30, 4) for _ in range(others)), *jobs, rows=rows)
     seen: dict[Job, list[int]] = {each: [] for each in jobs}
     fed: dict[Job, list[int]] = {each: [] for each in jobs}
-    limit = len(scheduler.jobs()) * sum(map(len, alone)) + others * 8 + 1
+    waited: dict[Job, int] = {}
+    had_piece = True
+    limit = 2 * len(scheduler.jobs()) * (sum(map(len, alone)) + others * 8) + 1
     for _ in range(limit):
         prefilling = [each for each in scheduler.jobs() if each.pieces]
         if not prefilling:
             break
         batch = scheduler.plan()
         assert len(set(batch)) == len(batch)
-        assert {each for each in scheduler.jobs() if each.decoding} <= set(batch)
-        pieces = [len(each.next_ids()) for each in batch if each.pieces]
-        assert pieces, "a prefill goes on in every step"
-        decoding = len(batch) - len(pieces)
-        assert len(pieces) == 1 or decoding + sum(pieces) <= rows
+        assert batch
+        assert len(batch) == 1 or sum(len(each.next_ids()) for each in batch) <= rows
+        assert had_piece or any(each.pieces for each in batch), "a prefill goes on in every other step"
+        had_piece = any(each.pieces for each in batch)
+        for each in scheduler.jobs():
+            waited[each] = 0 if each in batch else waited.get(each, 0) + 1
+        assert max(waited.values()) <= 2 * len(scheduler.jobs()), "nobody waits longer than everybody's turn"
         for each in batch:
             if each in seen and each.pieces:
                 seen[each].append(len(each.next_ids()))

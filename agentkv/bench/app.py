@@ -1,0 +1,68 @@
+"""`agentkv bench …`: measurements against transformers in the same run, as one JSON line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure this machine: JSON with ratios against transformers in the same run.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option(help="Catalogue name, folder or Hugging Face id.")]
+Home = Annotated[Path | None, typer.Option(help="Where the model is looked for; sessions go to a temporary folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line, nothing else on stdout.")]
+Quick = Annotated[bool, typer.Option(help="Fewer repetitions and shorter contexts: a smoke test, not a figure.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads for both sides; default: one a core.")]
+
+
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    width = max(map(len, result))
+    for key, value in result.items():
+        typer.echo(f"{key:<{width}}  {value:.4g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
+
+
+def _run(work: Coroutine[Any, Any, dict[str, Any]], as_json: bool) -> None:
+    _print(asyncio.run(work), as_json)
+
+
+@app.command()
+def resume(
+    tokens: Annotated[int, typer.Option(help="Length of the conversation that sleeps.")] = 4096,
+    model: Model = "smollm2-135m",
+    home: Home = None,
+    codec: Annotated[str, typer.Option(help="Codec of the stored KV.")] = "exact",
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and KV.")] = "bfloat16",
+    threads: Threads = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """First token after a cold prefill, against first token after a resume from disk."""
+    from agentkv.bench.resume import bench_resume
+
+    _run(bench_resume(tokens, model, home, codec, dtype, threads, quick), as_json)
+
+
+@app.command()
+def decode(
+    sessions: Annotated[int, typer.Option(help="Conversations that generate at the same time.")] = 8,
+    context: Annotated[int, typer.Option(help="Tokens that each of them holds.")] = 1024,
+    model: Model = "smollm2-135m",
+    home: Home = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and KV.")] = "bfloat16",
+    threads: Threads = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Generated tokens a second over all sessions, against transformers' batched forward with a DynamicCache."""
+    from agentkv.bench.decode import bench_decode
+
+    _run(bench_decode(sessions, context, model, home, dtype, threads, quick), as_json)

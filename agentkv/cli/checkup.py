@@ -1,0 +1,238 @@
+"""What ``agentkv doctor`` looks at. No home is created; one that is there is opened as every command opens it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import sqlite3
+import sys
+from contextlib import closing
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentkv.errors import AgentKVError, HomeLocked
+
+if TYPE_CHECKING:
+    from agentkv.settings import Settings
+
+__all__ = ["examine"]
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "sqlalchemy", "aiosqlite", "aiohttp", "zstandard")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "bf16", "asimd", "sve")
+
+
+class _Checkup:
+    """Collects facts, and on the way what is wrong."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.problems: list[dict[str, str]] = []
+        self.notes: list[str] = []
+
+    def problem(self, what: str, do: str) -> None:
+        self.problems.append({"what": " ".join(what.split()), "do": do})
+
+    def versions(self) -> dict[str, Any]:
+        from agentkv import __version__
+
+        found: dict[str, Any] = {"agentkv": __version__, "python": platform.python_version()}
+        for package in _PACKAGES:
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:
+                found[package] = None
+                self.problem(f"the package {package} is not installed", "pip install --force-reinstall agentkv")
+        return found | {"sqlite": sqlite3.sqlite_version}
+
+    def machine(self, *, fast: bool) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cpu_flags": _cpu_flags(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "memory_free_bytes": _memory_available(),
+            "device": self.settings.device,
+        }
+        if not fast:
+            from agentkv.engine.loading import pick_device
+
+            try:
+                facts["device"] = str(pick_device(self.settings.device))
+            except AgentKVError as error:
+                self.problem(str(error), "set AGENTKV_DEVICE=auto, or pass --device cpu")
+        return facts
+
+    def home(self) -> dict[str, Any]:
+        home, settings = self.settings.home, self.settings
+        facts: dict[str, Any] = {"path": str(home), "exists": home.exists(), "used_by": None, "free_bytes": None}
+        # ``free_bytes`` stays None where the home cannot be used at all.
+        standing = home
+        while not standing.exists() and standing != standing.parent:
+            standing = standing.parent
+        if not standing.is_dir():
+            self.problem(
+                f"{standing} is not a folder", "move it away, or choose another home with --home or AGENTKV_HOME"
+            )
+            return facts
+        if not os.access(standing, os.R_OK | os.W_OK | os.X_OK):
+            self.problem(f"{standing} cannot be read and written by this user", f"chown or chmod u+rwx {standing}")
+            return facts
+        if home.exists():
+            facts["mode"] = f"{home.stat().st_mode & 0o777:04o}"
+        for name in ("", "agentkv.db", "secret", "blobs"):
+            path = home / name
+            if path.exists() and path.stat().st_mode & 0o077:
+                self.problem(f"{path} is open to other users", f"chmod go-rwx {path}")
+        stat = os.statvfs(standing)
+        free, total = stat.f_frsize * stat.f_bavail, stat.f_frsize * stat.f_blocks
+        facts["free_bytes"] = free
+        margin = settings.disk_margin
+        wanted = margin if isinstance(margin, int) else int(total * float(margin.rstrip("%")) / 100)
+        if free < wanted:
+            self.problem(
+                f"{free:,} bytes are free at {standing}, disk_margin keeps {wanted:,}: KV will not reach the disk",
+                "free disk space, delete sessions (`agentkv sessions rm`), or lower AGENTKV_DISK_MARGIN",
+            )
+        return facts
+
+    def database(self) -> dict[str, Any]:
+        """SQLite is read directly and read-only, so that it can be looked at while another process has the home."""
+        settings = self.settings
+        if settings.database is not None:
+            return {"url": settings.database.split("@")[-1]}
+        path = settings.home / "agentkv.db"
+        facts: dict[str, Any] = {"path": str(path), "exists": path.is_file()}
+        if not facts["exists"]:
+            return facts
+        facts["file_bytes"] = path.stat().st_size
+        try:
+            with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=5.0)) as db:
+                found = [row[0] for row in db.execute("PRAGMA quick_check(5)")]
+                facts["integrity"] = "; ".join(found)
+        except sqlite3.Error as error:
+            facts["integrity"] = str(error)
+        if facts["integrity"] != "ok":
+            self.problem(
+                f"the database {path} is damaged: {facts['integrity']}",
+                "stop every agentkv process, copy the home, then restore agentkv.db from a backup, or try `.recover`",
+            )
+        return facts
+
+    async def storage(self, home: dict[str, Any]) -> dict[str, Any] | None:
+        """Sessions and chunk files, where the home can be had."""
+        from agentkv.cli.stored import is_empty, stored_home
+
+        if not home["exists"] or is_empty(self.settings):
+            return None
+        try:
+            async with stored_home(self.settings) as stored:
+                repository, there = stored.repository, dict(stored.blobs.list())
+                missing = await repository.known_chunk_ids() - there.keys()
+                facts = {
+                    "schema": await repository.version(),
+                    "sessions": await repository.count_sessions(),
+                    "chunks": len(there),
+                    "chunk_bytes": sum(there.values()),
+                    "all_bytes": stored.blobs.used_bytes(),
+                    "missing_chunks": len(missing),
+                    "quarantined": sum(1 for _ in (self.settings.blobs_dir / "quarantine").glob("*")),
+                }
+        except HomeLocked as error:
+            home["used_by"] = error.pid
+            self.notes.append(f"the home is in use by process {error.pid} on {error.host}: sessions were not counted")
+            return None
+        except AgentKVError as error:
+            self.problem(str(error), "see the database and home above; a copy of the home is a backup")
+            return None
+        if missing:
+            self.problem(
+                f"{len(missing)} chunk files that sessions need are missing from {self.settings.blobs_dir}",
+                "nothing is lost: the next turn of those sessions recomputes them. Find out what deletes files there",
+            )
+        if facts["quarantined"]:
+            self.notes.append(f"{facts['quarantined']} damaged or unknown chunk files lie in blobs/quarantine")
+        return facts
+
+    def model(self) -> dict[str, Any]:
+        from agentkv.models import resolve
+
+        name = self.settings.model
+        facts: dict[str, Any] = {"name": name, "here": False}
+        try:
+            found = resolve(name, self.settings)
+        except AgentKVError as error:
+            self.problem(str(error), "choose another model with --model or AGENTKV_MODEL")
+            return facts
+        if found is None:
+            self.problem(f"the model {name!r} is not on this machine", f"agentkv models pull {name}")
+            return facts
+        where = str(found.path)
+        return facts | {
+            "here": True,
+            "path": where,
+            "source": found.source,
+            "licence": found.licence,
+            "bytes": found.nbytes,
+        }
+
+    def bits(self) -> dict[str, Any] | None:
+        """Load the model, and see whether a row's bits depend on its neighbours (DESIGN §5)."""
+        from agentkv.engine.loading import load
+        from agentkv.engine.selfcheck import rows_do_not_matter
+        from agentkv.models import resolve
+
+        try:
+            found = resolve(self.settings.model, self.settings)
+            if found is None:
+                return None
+            loaded = load(found, self.settings)
+        except AgentKVError as error:
+            self.problem(str(error), "delete the model and pull it again, or choose another with --model")
+            return None
+        report = rows_do_not_matter(loaded.adapter, loaded.layout)
+        if not report.ok:
+            advice = "" if report.dtype == "float32" else "; --dtype float32 makes that far less likely"
+            self.notes.append(
+                f"on this machine a {report.dtype} logit differs by up to {report.max_difference:.2g} in steps of "
+                f"{', '.join(map(str, report.differing))} rows: a reply may depend on what else runs{advice}"
+            )
+        return {"ok": report.ok, **asdict(report)}
+
+
+def examine(settings: Settings, *, fast: bool) -> dict[str, Any]:
+    """All facts as JSON values, with ``problems`` (``what`` is wrong, what to ``do``) and ``notes``. Blocking."""
+    check = _Checkup(settings)
+    versions = check.versions()
+    home = check.home()
+    usable = home["free_bytes"] is not None
+    database = check.database() if usable else {}
+    sound = usable and database.get("integrity", "ok") == "ok"
+    report = {
+        "versions": versions,
+        "machine": check.machine(fast=fast),
+        "home": home,
+        "database": database,
+        "storage": asyncio.run(check.storage(home)) if sound else None,
+        "model": check.model() if usable else {},
+        "bits": None if fast or not usable else check.bits(),
+    }
+    return {**report, "notes": check.notes, "problems": check.problems, "ok": not check.problems}
+
+
+def _cpu_flags() -> list[str] | None:
+    """Those that matter for the speed of bf16 and int8; ``None`` where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    flags = next((line.split(":")[1].split() for line in lines if line.lower().startswith(("flags", "features"))), [])
+    return [flag for flag in _CPU_FLAGS if flag in flags]
+
+
+def _memory_available() -> int | None:
+    if sys.platform != "linux":
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
