@@ -73,7 +73,9 @@ class Settings(BaseSettings):
         0, ge=0, description="Tokens of one prefill piece; 0 chooses by device (128 on CPU, 2048 on CUDA)."
     )
     joint_rows: int = Field(
-        0, ge=0, description="Most rows of a model step that sessions share; 0: by device (32 on CPU, two pieces on CUDA)."
+        0,
+        ge=0,
+        description="Most rows of a model step that sessions share; 0: by device (32 on CPU, two pieces on CUDA).",
     )
     max_tokens: int = Field(512, ge=1, description="Generation limit of a turn that names none.")
     busy_wait_seconds: float = Field(30.0, ge=0, description="Longest wait of a turn sent with `wait=True`.")

@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
-    "FinishReason",
     "Fingerprints",
+    "FinishReason",
     "KVGeometry",
     "LayerGroup",
     "RestoreReport",

@@ -12,7 +12,9 @@ import typer
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Measure this machine: JSON with ratios against transformers in the same run.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure this machine: JSON with ratios against transformers in the same run.", no_args_is_help=True
+)
 
 Model = Annotated[str, typer.Option(help="Catalogue name, folder or Hugging Face id.")]
 Home = Annotated[Path | None, typer.Option(help="Where the model is looked for; sessions go to a temporary folder.")]

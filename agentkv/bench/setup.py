@@ -1,5 +1,4 @@
-"""What every benchmark needs: a runtime on a temporary home, transformers' model of the same weights, text, a name for the
-machine."""
+"""What every benchmark needs: a runtime on a temporary home, the reference model, text, a name for the machine."""
 
 from __future__ import annotations
 

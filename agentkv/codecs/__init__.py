@@ -1,7 +1,7 @@
 """KV tensors to bytes and back."""
 
-from agentkv.codecs.contract import CODECS, Codec, KVBlock
 from agentkv.codecs import exact as _exact  # noqa: F401  (registers itself)
 from agentkv.codecs import raw as _raw  # noqa: F401
+from agentkv.codecs.contract import CODECS, Codec, KVBlock
 
 __all__ = ["CODECS", "Codec", "KVBlock"]

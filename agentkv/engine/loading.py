@@ -53,7 +53,9 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidRequest(f"device {name!r} is not one torch knows: use cpu, cuda or cuda:N", param="device") from error
+        raise InvalidRequest(
+            f"device {name!r} is not one torch knows: use cpu, cuda or cuda:N", param="device"
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("device 'cuda' was asked for, but torch sees no CUDA device here", param="device")
     if device.type not in ("cpu", "cuda"):
@@ -83,7 +85,9 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
         name=local.name,
         adapter=adapter,
         layout=layout,
-        engine=Engine(adapter, layout, joint_rows=settings.joint_rows or (_CPU_JOINT if device.type == "cpu" else 2 * piece)),
+        engine=Engine(
+            adapter, layout, joint_rows=settings.joint_rows or (_CPU_JOINT if device.type == "cpu" else 2 * piece)
+        ),
         tokenizer=tokenizer,
         fingerprints=Fingerprints(
             kv=kv_fingerprint(local, model.config.to_dict(), dtype=adapter.geometry.dtype),

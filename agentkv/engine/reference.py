@@ -43,5 +43,7 @@ class Reference:
 
 def load_reference(path: Path, dtype: torch.dtype, device: torch.device) -> Reference:
     """The model in ``path``, as transformers runs it by default."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
     return Reference(model.to(device).eval())

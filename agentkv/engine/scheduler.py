@@ -48,11 +48,11 @@ class Scheduler:
     def plan(self) -> list[Job]:
         """The next step's jobs, each with its ``next_ids``. Mutates only whose turn it is."""
         rows = min(len(self._decoding), self.joint_rows)
-        if self._prefilling and not (rows and self._was_alone):
+        piece = len(self._prefilling[0].next_ids()) if self._prefilling else 0
+        if rows + piece > self.joint_rows and not (rows and self._was_alone):
             # A piece that does not fit beside the decodes alternates with them.
-            if rows + len(self._prefilling[0].next_ids()) > self.joint_rows:
-                self._was_alone = True
-                return [_next(self._prefilling)]
+            self._was_alone = True
+            return [_next(self._prefilling)]
         self._was_alone = False
         batch = [_next(self._decoding) for _ in range(rows)]
         for _ in range(len(self._prefilling)):

@@ -2,7 +2,8 @@
 
 A matrix product may choose another kernel, and so another order of additions, for another number of rows. Where that
 shows in a row's bits, a conversation's tokens could depend on who else is talking (DESIGN §5, "Bits"). The engine keeps
-off the one count known to differ, a single row; this finds out whether the others agree here.
+off the counts known to differ, a single row and steps of more than 32 shared rows (see ``Scheduler``); this finds out
+whether those that it uses agree here.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from agentkv.kv.contract import Layout, SequenceKV, Slot
 
 __all__ = ["ROW_COUNTS", "RowReport", "rows_do_not_matter"]
 
-ROW_COUNTS = (1, 2, 5, 9, 17, 33, 129)
-"""Rows of a step: alone, small batches, and beside a prefill piece of 128 tokens."""
+ROW_COUNTS = (1, 2, 5, 9, 17, 32)
+"""Rows of a step that sessions may share."""
 
 _CONTEXT, _STEPS = 24, 2
-_MOST_DECODES = 33
+_MOST_DECODES = 32
 
 
 @dataclass(frozen=True, slots=True)

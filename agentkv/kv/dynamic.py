@@ -281,13 +281,23 @@ def _on_cpu(block: KVBlock) -> KVBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    """One session in one layer group: slots ``[free, …)`` are written, ``[first, first + count)`` attended."""
+
+    buffers: _GroupBuffers
+    free: int
+    first: int
+    count: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class _SlotPlan:
-    """One session's share of a step: rows ``[start, stop)``; per group the buffers, write offset and key range."""
+    """One session's share of a step: rows ``[start, start + tokens)``."""
 
     start: int
-    stop: int
-    groups: tuple[tuple[_GroupBuffers, int, int, Tensor | None], ...]
-    """Per group: buffers, first free slot, first visible slot, additive mask or ``None``."""
+    tokens: int
+    groups: tuple[_GroupPlan, ...]
 
 
 @LAYOUTS.register("dynamic")
@@ -332,28 +342,33 @@ class DynamicLayout(Layout[list[_SlotPlan]]):
             if tokens > 1:
                 fold = self.query_heads // group.kv_heads
                 mask = piece_mask(tokens, past, first, group.window, fold, self._dtype, self.device)
-            groups.append((buffers, past - buffers.base, first - buffers.base, mask))
-        return _SlotPlan(slot.start, slot.stop, tuple(groups))
+            groups.append(_GroupPlan(buffers, past - buffers.base, first - buffers.base, past + tokens - first, mask))
+        return _SlotPlan(slot.start, tokens, tuple(groups))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, meta: list[_SlotPlan]) -> None:
+        # One fused copy for all sessions: a step makes thousands of these calls, each cheaper than its dispatch.
         group, position = self._where[layer]
+        into, new = [], []
         for slot in meta:
-            buffers, free, _, _ = slot.groups[group]
-            stop = free + slot.stop - slot.start
-            buffers.keys[position][:, free:stop] = keys[:, slot.start : slot.stop]
-            buffers.values[position][:, free:stop] = values[:, slot.start : slot.stop]
+            plan = slot.groups[group]
+            into.append(plan.buffers.keys[position].narrow(1, plan.free, slot.tokens))
+            into.append(plan.buffers.values[position].narrow(1, plan.free, slot.tokens))
+            new.append(keys.narrow(1, slot.start, slot.tokens))
+            new.append(values.narrow(1, slot.start, slot.tokens))
+        torch._foreach_copy_(into, new)
 
     def attend(self, layer: int, queries: Tensor, meta: list[_SlotPlan], traits: AttentionTraits) -> Tensor:
         group, position = self._where[layer]
-        # Rows beyond the slots (padding) stay zero: their output is discarded, but must be finite.
-        out = queries.new_zeros((queries.shape[1], queries.shape[0], self.geometry.groups[group].value_dim))
+        outputs = []
         for slot in meta:
-            buffers, free, first, mask = slot.groups[group]
-            stop = free + slot.stop - slot.start
-            k = buffers.keys[position][:, first:stop]
-            v = buffers.values[position][:, first:stop]
-            if slot.stop - slot.start == 1:
-                out[slot.start] = attend_decode(queries[:, slot.start], k, v, traits)
-            else:
-                out[slot.start : slot.stop] = attend_piece(queries[:, slot.start : slot.stop], k, v, mask, traits)
-        return out
+            plan = slot.groups[group]
+            k = plan.buffers.keys[position].narrow(1, plan.first, plan.count)
+            v = plan.buffers.values[position].narrow(1, plan.first, plan.count)
+            q = queries.narrow(1, slot.start, slot.tokens)
+            attend = attend_decode if slot.tokens == 1 else attend_piece
+            outputs.append(attend(q, k, v, plan.mask, traits))
+        padding = queries.shape[1] - meta[-1].start - meta[-1].tokens
+        if padding:
+            # Their output is discarded, but must be finite.
+            outputs.append(outputs[0].new_zeros((padding, *outputs[0].shape[1:])))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

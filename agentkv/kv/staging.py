@@ -18,7 +18,7 @@ __all__ = ["pinned_like", "to_device", "to_host"]
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def pinned_like(block: KVBlock, tokens: int) -> KVBlock:

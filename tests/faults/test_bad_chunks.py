@@ -146,6 +146,8 @@ async def converse(home: Path, model: Path) -> tuple[dict[str, str], dict[str, l
 async def prepare(root: Path, family: str) -> Prepared:
     model, other = model_folder(root, family), model_folder(root, family, seed=1)
     sessions, chunks = await converse(root / "home", model)
+    (root / "foreign").mkdir()
+    shutil.copy(root / "home" / "secret", root / "foreign")  # the same tenant: only the weights differ
     _, foreign_chunks = await converse(root / "foreign", other)
     twins = {}
     async with opened(root / "twin", model) as kv:

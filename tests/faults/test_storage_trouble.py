@@ -185,6 +185,28 @@ async def test_without_room_in_host_memory_either_the_session_stays_live(
         assert reply.restore.source == "device"
 
 
+async def test_a_session_of_which_only_a_part_fits_host_memory_leaves_nothing_there(
+    model: Path, tmp_path: Path
+) -> None:
+    async with opened(tmp_path / "home", model, disk_budget=0) as kv:
+        host = kv.sessions.tiers.host
+        session = await kv.sessions.create()
+        await said(session, turns(1, tokens=400), TOKENS)
+        report = await session.suspend()
+        assert report.tier == "host"
+        assert len(host) == 2
+        await session.resume()
+        assert host.used_bytes == 0
+        host.budget_bytes = report.nbytes - 100
+        with pytest.raises(StorageFull):
+            await session.suspend()
+        assert host.used_bytes == 0
+        assert (await session.state()).tier == "device"
+        host.budget_bytes = report.nbytes
+        assert (await session.suspend()).tier == "host"
+        await check_session(kv, session)
+
+
 async def test_a_turn_that_needs_the_memory_of_a_session_that_cannot_move_is_told_the_numbers(
     model: Path, tmp_path: Path
 ) -> None:

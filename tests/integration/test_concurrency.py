@@ -265,6 +265,31 @@ async def test_a_turn_cancelled_at_any_await_is_whole_or_never_was(
     assert outcomes == sorted(outcomes), "committed once it is past its commit, never before"
 
 
+@pytest.mark.parametrize("tier", ["device", "disk"])
+async def test_a_turn_cancelled_while_it_computes_leaves_the_state_before_it(
+    model: Path, tmp_path: Path, twin: list[tuple[int, ...]], tier: str
+) -> None:
+    async with opened(tmp_path / "home", model) as kv:
+        session = await kv.sessions.create()
+        await said(session, turns(1), TOKENS)
+        for computed in (1, 33, 70, 150, 400):  # sliding windows move to the front of their buffers meanwhile
+            if tier == "disk":
+                await session.suspend()
+            ledger = await session.token_ids()
+            running = asyncio.create_task(session.generate_tokens(prompt(100), max_tokens=LONG))
+            while session._core.kv is None or session._core.kv.length < len(ledger) + computed:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await cancelled(running)
+            assert await session.token_ids() == ledger
+            assert (await session.state()).kv_tokens == len(ledger) - 1
+            await check_session(kv, session)
+        for i in range(1, 4):
+            (reply,) = await said(session, turns(4)[i : i + 1], TOKENS)
+            assert reply.ids == twin[i]
+            assert reply.restore.reason is None
+        await check_session(kv, session)
+
+
 # -- one writer --------------------------------------------------------------------------------------------------------
 
 
