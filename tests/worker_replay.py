@@ -1,4 +1,4 @@
-"""Scripted sessions in a process of their own: ``in_new_process`` hands the script over, this file as a program runs it.
+"""Scripted sessions in a process of their own: ``in_new_process`` hands a script over, this file as a program runs it.
 
 A script is JSON::
 

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
 from agentkv import __version__
+from agentkv.bench.app import app as bench
 from agentkv.cli import chat, demo, doctor, models, sessions
 from agentkv.errors import AgentKVError
 
 __all__ = ["app"]
 
-_LATE = {"bench": "agentkv.bench.app"}
-"""Command groups that are imported when they are asked for, where they are installed."""
-
-
 class _Commands(typer.core.TyperGroup):
-    """The root group: late command groups, and errors as one line."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *(name for name, module in _LATE.items() if find_spec(module))]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        module = _LATE.get(cmd_name)
-        if module is not None and find_spec(module):
-            return typer.main.get_command(import_module(module).app)
-        return super().get_command(ctx, cmd_name)
+    """The root group: errors become one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -81,6 +67,7 @@ app.command("chat")(chat.chat)
 app.add_typer(models.app, name="models")
 app.add_typer(sessions.app, name="sessions")
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench, name="bench")
 
 if __name__ == "__main__":
     app()

@@ -24,8 +24,6 @@ __all__ = ["Engine", "JobHandle"]
 
 logger = logging.getLogger(__name__)
 
-_DECODE_ROWS = 32
-
 
 class JobHandle:
     """The event loop's side of a job."""
@@ -74,7 +72,6 @@ class Engine:
     def __init__(self, adapter: ModelAdapter, layout: Layout[Any], *, joint_rows: int) -> None:
         self.adapter = adapter
         self.layout = layout
-        self.rows_apart = adapter.device.type == "cpu" and adapter.geometry.itemsize == 2
         self.steps = 0
         self.computed_tokens = 0
         self._scheduler = Scheduler(joint_rows)
@@ -182,14 +179,7 @@ class Engine:
         self._deliver(batch, rows)
 
     def _run(self, batch: Sequence[Job]) -> dict[Job, int]:
-        """The model's passes: after them every job of the batch has advanced, and sampling has happened."""
-        tokens: dict[Job, int] = {}
-        for jobs in passes(batch, apart=self.rows_apart):
-            tokens |= self._pass(jobs)
-        self.steps += 1
-        return tokens
-
-    def _pass(self, batch: Sequence[Job]) -> dict[Job, int]:
+        """The model's pass: after it every job of the batch has advanced, and sampling has happened."""
         ids: list[int] = []
         positions: list[int] = []
         slots: list[Slot] = []
@@ -206,6 +196,7 @@ class Engine:
                 sampled.append(job)
         meta = self.layout.plan(slots)
         logits = self.adapter.run(StepInput(ids, positions, logit_rows), self.layout, meta)
+        self.steps += 1
         self.computed_tokens += len(ids)
         for slot in slots:
             slot.kv.advance(ids[slot.start : slot.stop])
@@ -269,20 +260,6 @@ class Engine:
                 handle.loop.call_soon_threadsafe(callback)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 logger.warning("a job finished after its event loop had closed")
-
-
-def passes(batch: Sequence[Job], *, apart: bool) -> list[Sequence[Job]]:
-    """The model's passes over a step's jobs: one, or where rows must keep ``apart`` the decoding jobs and each piece.
-
-    In 16 bits on a CPU the kernel of a matrix product, and so a row's bits, depend on the number of rows: measured with
-    AMX on SmolLM2, 2 to 32, 33 to 191 and more differ. A decoding row is thus always one of at most 32, and a piece,
-    whose length is its turn's own, is alone. Larger products would not be faster: a piece is bound by arithmetic.
-    """
-    if not apart:
-        return [batch]
-    decoding = [job for job in batch if job.decoding]
-    groups = [decoding[i : i + _DECODE_ROWS] for i in range(0, len(decoding), _DECODE_ROWS)]
-    return [*groups, *([job] for job in batch if not job.decoding)]
 
 
 def _as_ours(error: Exception) -> AgentKVError:

@@ -6,7 +6,7 @@ lives through it all; the others are suspended at their cut, and a second proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,10 @@ def _run(model: Path, home: Path, dtype: str, codec: str) -> Run:
         cut: {"id": begun[cut]["id"], "steps": [*(s.call for s in _remainder(number)), ["ledger"]]}
         for cut, number in CUTS.items()
     }
-    second["control"] = {"id": begun["control"]["id"], "steps": [["resume"], ["reverse keys"], _remainder(CUTS[CONTROL])[0].call]}
+    second["control"] = {
+        "id": begun["control"]["id"],
+        "steps": [["resume"], ["reverse keys"], _remainder(CUTS[CONTROL])[0].call],
+    }
     resumed = in_new_process(opened, second)
     whole = begun["whole"]["results"]
     return Run(
@@ -114,9 +117,7 @@ def _run(model: Path, home: Path, dtype: str, codec: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def run(
-    smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Run:
+def run(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Run:
     dtype, codec = request.param
     return _run(smollm2_path, tmp_path_factory.mktemp("home"), dtype, codec)
 

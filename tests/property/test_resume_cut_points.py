@@ -159,7 +159,7 @@ class Played:
             assert list(state.ids) == self.ledger[: self.cached]
 
     def largest_difference(self) -> float:
-        """How far the generated tokens are from transformers' own: log-probabilities, and distance from the likeliest."""
+        """How far the generated tokens' log-probabilities are from transformers' own, and they from its likeliest."""
         if not self.generated:
             return 0.0
         theirs = torch.log_softmax(self.bench.logits(self.ledger).float(), dim=-1)
