@@ -70,7 +70,7 @@ class Settings(BaseSettings):
     disk_margin: Amount = Field("1GiB", description="Free space on the file system that is never used.")
 
     prefill_tokens: int = Field(
-        0, ge=0, description="Tokens of one prefill piece; 0 chooses by device (128 on CPU, 2048 on CUDA)."
+        0, ge=0, description="Tokens of one prefill piece; 0 chooses by device (512 on CPU, 2048 on CUDA)."
     )
     joint_rows: int = Field(
         0,

@@ -74,7 +74,7 @@ class WatchedLayout(DynamicLayout):
     """The real layout; ``steps`` lists the tokens of each slot, step by step, ``before`` is called before each step."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
-        super().__init__(adapter.geometry, CPU, adapter.query_heads)
+        super().__init__(adapter.geometry, CPU)
         self.steps: list[list[int]] = []
         self.before: Callable[[Sequence[Slot]], None] = lambda slots: None
 

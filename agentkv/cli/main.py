@@ -16,6 +16,7 @@ from agentkv.errors import AgentKVError
 
 __all__ = ["app"]
 
+
 class _Commands(typer.core.TyperGroup):
     """The root group: errors become one line."""
 

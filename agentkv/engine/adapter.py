@@ -56,7 +56,6 @@ class _LayerCall:
     """What the probe saw of one layer's attention call."""
 
     kv_heads: int
-    query_heads: int
     key_dim: int
     value_dim: int
     window: int | None
@@ -146,7 +145,7 @@ def _probe(
     if stored is None or stored[0] is not key or stored[1] is not value:
         name = f"{type(module).__name__} of layer {layer}"
         raise Unsupported(name, "it attends to other keys than those it stores (shared or compressed KV)")
-    cache.calls[layer] = _LayerCall(key.shape[1], query.shape[1], key.shape[3], value.shape[3], window, traits)
+    cache.calls[layer] = _LayerCall(key.shape[1], key.shape[3], value.shape[3], window, traits)
     module.agentkv_traits = traits
     fold = query.shape[1] // key.shape[1]
     return value.repeat_interleave(fold, dim=1).transpose(1, 2)
@@ -164,7 +163,6 @@ class ModelAdapter:
 
     model: PreTrainedModel
     geometry: KVGeometry = field(init=False)
-    query_heads: int = field(init=False)
     vocab_size: int = field(init=False)
     context_limit: int | None = field(init=False)
     _running: _Running = field(init=False, default_factory=_Running)
@@ -191,7 +189,6 @@ class ModelAdapter:
         self.vocab_size = int(config.vocab_size)
         calls = self._probe_layers()
         self.geometry = _geometry(calls, config, model.dtype)
-        self.query_heads = next(iter(calls.values())).query_heads
 
     @property
     def device(self) -> torch.device:
@@ -285,8 +282,6 @@ def _geometry(calls: dict[int, _LayerCall], config: Any, dtype: torch.dtype) -> 
     if sorted(calls) != list(range(expected)):
         missing = sorted(set(range(expected)) - set(calls))
         raise Unsupported(f"{config.model_type} layers {missing}", "they have no key/value attention we can see")
-    if len({call.query_heads for call in calls.values()}) > 1:
-        raise Unsupported(config.model_type, "its layers differ in query heads")
     types = getattr(config, "layer_types", None)
     groups: dict[tuple[int | None, int, int, int], list[int]] = {}
     for layer, call in sorted(calls.items()):

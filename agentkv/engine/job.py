@@ -88,7 +88,7 @@ class Job:
         start = self.kv.length
         cuts = [start, *(p for p in sorted(self.resume_points) if start < p < start + len(self.feed))]
         for a, b in zip(cuts, [*cuts[1:], start + len(self.feed)], strict=True):
-            self.pieces.extend(Span(a, b).split(self.piece))
+            self.pieces.extend(_cut(Span(a, b), self.piece))
 
     @property
     def decoding(self) -> bool:
@@ -119,3 +119,12 @@ class Job:
             first_token_seconds=first_token,
             windows=self.windows,
         )
+
+
+def _cut(span: Span, piece: int) -> list[Span]:
+    """Pieces of ``piece`` tokens. A rest of less than a quarter would cost nearly a piece's time for its few tokens."""
+    pieces = list(span.split(piece))
+    if len(pieces) > 1 and 4 * len(pieces[-1]) < piece:
+        *pieces, before, rest = pieces
+        pieces.append(Span(before.start, rest.stop))
+    return pieces

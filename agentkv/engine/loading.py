@@ -22,7 +22,7 @@ from agentkv.types import Fingerprints
 
 __all__ = ["LoadedModel", "load", "pick_device"]
 
-_CPU_PIECE, _CUDA_PIECE = 128, 2048
+_CPU_PIECE, _CUDA_PIECE = 512, 2048
 _CPU_JOINT = 32
 """See ``Scheduler``: bf16 products of at most so many rows give bits that do not depend on the number."""
 
@@ -78,7 +78,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
     adapter = ModelAdapter(model.to(device))
     pack_linears(model)
     layout_name = "dynamic" if settings.layout == "auto" else settings.layout
-    layout = LAYOUTS.get(layout_name)(adapter.geometry, device, adapter.query_heads)
+    layout = LAYOUTS.get(layout_name)(adapter.geometry, device)
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)
     tokenizer = _tokenizer(local)
     return LoadedModel(

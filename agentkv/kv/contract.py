@@ -177,10 +177,9 @@ class Layout(ABC, Generic[Meta]):
 
     name: str
 
-    def __init__(self, geometry: KVGeometry, device: torch.device, query_heads: int) -> None:
+    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self.geometry = geometry
         self.device = device
-        self.query_heads = query_heads
         self.group_of: dict[int, tuple[int, LayerGroup]] = {
             layer: (index, group) for index, group in enumerate(geometry.groups) for layer in group.layers
         }

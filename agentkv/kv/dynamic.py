@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentkv.codecs import KVBlock
 from agentkv.errors import Closed
-from agentkv.kv.attention import attend_decode, attend_piece, piece_mask
+from agentkv.kv.attention import Reach, attend
 from agentkv.kv.contract import (
     LAYOUTS,
     AttentionTraits,
@@ -288,7 +288,7 @@ class _GroupPlan:
     free: int
     first: int
     count: int
-    mask: Tensor | None
+    reach: Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +306,8 @@ class DynamicLayout(Layout[list[_SlotPlan]]):
 
     name = "dynamic"
 
-    def __init__(self, geometry: KVGeometry, device: torch.device, query_heads: int) -> None:
-        super().__init__(geometry, device, query_heads)
+    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        super().__init__(geometry, device)
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
         self._where = {
             layer: (index, position)
@@ -338,11 +338,8 @@ class DynamicLayout(Layout[list[_SlotPlan]]):
             buffers = kv.buffers(index)
             # Keys [first, past + tokens) are visible to at least one of the queries [past, past + tokens).
             first = 0 if group.window is None else max(0, past - group.window + 1)
-            mask = None
-            if tokens > 1:
-                fold = self.query_heads // group.kv_heads
-                mask = piece_mask(tokens, past, first, group.window, fold, self._dtype, self.device)
-            groups.append(_GroupPlan(buffers, past - buffers.base, first - buffers.base, past + tokens - first, mask))
+            reach = Reach(tokens, past - first, group.window, self._dtype, self.device)
+            groups.append(_GroupPlan(buffers, past - buffers.base, first - buffers.base, past + tokens - first, reach))
         return _SlotPlan(slot.start, tokens, tuple(groups))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, meta: list[_SlotPlan]) -> None:
@@ -365,8 +362,7 @@ class DynamicLayout(Layout[list[_SlotPlan]]):
             k = plan.buffers.keys[position].narrow(1, plan.first, plan.count)
             v = plan.buffers.values[position].narrow(1, plan.first, plan.count)
             q = queries.narrow(1, slot.start, slot.tokens)
-            attend = attend_decode if slot.tokens == 1 else attend_piece
-            outputs.append(attend(q, k, v, plan.mask, traits))
+            outputs.append(attend(q, k, v, plan.reach, traits))
         padding = queries.shape[1] - meta[-1].start - meta[-1].tokens
         if padding:
             # Their output is discarded, but must be finite.

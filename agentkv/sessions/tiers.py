@@ -133,7 +133,7 @@ class Tiers:
             return RestoreReport("device", core.kv.length, reason=reason, recomputed_tokens=missing)
         expected = core.record.kv_length
         if expected == 0:
-            core.kv, core.state = self.layout.open(), SessionState.LIVE
+            core.kv, core.state = self.layout.open(room), SessionState.LIVE
             return RestoreReport("new", 0)
         started = time.perf_counter()
         before, core.state = core.state, SessionState.RESTORING

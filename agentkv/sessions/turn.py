@@ -197,7 +197,7 @@ class Turn:
             generation = Generation(sampler, max_tokens, sink)
         if not feed:
             return None, None, None
-        job = Job(core.kv, feed, model.piece, self._resume_points(core), generation)
+        job = Job(core.kv, feed, model.piece, self._resume_points(), generation)
         handle = model.engine.submit(job)
         try:
             result = await handle.finished()
@@ -213,9 +213,11 @@ class Turn:
         core.early.update(result.windows)
         return sink, result, job.undo
 
-    @staticmethod
-    def _resume_points(core: SessionCore) -> list[int]:
-        return [core.record.pinned] if core.record.pinned else []
+    def _resume_points(self) -> list[int]:
+        """Where the prefill must stop: the pinned prefix's end, whose sliding windows are gone soon after."""
+        pinned = self._core.record.pinned
+        forgets = any(group.window is not None for group in self._model.adapter.geometry.groups)
+        return [pinned] if pinned and forgets else []
 
     def _emit(self, text: str) -> None:
         """From the model thread, or at the end from the loop's own."""

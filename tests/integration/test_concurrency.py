@@ -114,7 +114,14 @@ async def sixteen(home: Path, model: Path, solo: list[list[int]], seed: int, **s
         async def live(i: int) -> None:
             draw = random.Random(f"{seed}/{i}")
             for text in messages(i, 3):
-                await disturbed(sessions[i], text, draw)
+                before = (await sessions[i].state()).turns
+                while (await sessions[i].state()).turns == before:
+                    try:
+                        await disturbed(sessions[i], text, draw)
+                    except CapacityExceeded as error:
+                        # A turn may find no room while others run: it says so, and nobody is the worse.
+                        assert error.budget == settings["device_budget"]
+                        await asyncio.sleep(draw.uniform(0, 0.1))
                 await check_session_of(kv, sessions[i])
 
         async with asyncio.timeout(200), asyncio.TaskGroup() as group:
@@ -159,7 +166,7 @@ async def test_sixteen_sessions_that_are_cancelled_and_moved_at_random_say_what_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("round_", range(8))
+@pytest.mark.parametrize("round_", range(4))
 async def test_sixteen_sessions_in_the_memory_of_six(models: Path, tmp_path: Path, seed: int, round_: int) -> None:
     model = chat_folder(models, "gemma3")
     solo = await alone(tmp_path / "solo", model, 16)
@@ -168,9 +175,7 @@ async def test_sixteen_sessions_in_the_memory_of_six(models: Path, tmp_path: Pat
         for text in messages(4, 3):
             await session.send(text, max_tokens=TOKENS)
         size = (await session.state()).device_bytes
-    # A turn may find no room while sixteen run: then it says so, and the others are none the worse.
-    with suppress(CapacityExceeded, ExceptionGroup):
-        await sixteen(tmp_path / "home", model, solo, 1000 * seed + round_, device_budget=6 * size)
+    await sixteen(tmp_path / "home", model, solo, 1000 * seed + round_, device_budget=6 * size)
 
 
 # -- cancelled at every await ------------------------------------------------------------------------------------------

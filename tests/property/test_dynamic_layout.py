@@ -134,7 +134,7 @@ class DynamicMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layout = DynamicLayout(GEOMETRY, CPU, QUERY_HEADS)
+        self.layout = DynamicLayout(GEOMETRY, CPU)
         self.live: list[State] = []
 
     def _add(self, state: State) -> State:
@@ -303,7 +303,7 @@ def decode(layout: DynamicLayout, state: State, tokens: int) -> None:
 
 
 def opened(tokens: int = 0, room: int = 0) -> tuple[DynamicLayout, State]:
-    layout = DynamicLayout(GEOMETRY, CPU, QUERY_HEADS)
+    layout = DynamicLayout(GEOMETRY, CPU)
     state = State(layout.open(room), Naive())
     if tokens:
         step(layout, [state], [tokens], 1)
