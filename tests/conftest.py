@@ -45,7 +45,7 @@ def fixtures() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """SmolLM2-135M as pulled into the home of ``AGENTKV_TEST_HOME``, by default the user's own; pulled where it is not."""
+    """SmolLM2-135M in the home of ``AGENTKV_TEST_HOME``, by default the user's own; pulled where it is not."""
     from agentkv.models import pull
     from agentkv.settings import Settings
 

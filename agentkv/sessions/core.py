@@ -113,11 +113,12 @@ class SessionCore:
     async def load(self, repository: Repository) -> array[int]:
         """The ledger, and what the next turn must know of the last one. Call with the gate held."""
         if self.ledger is None:
-            items = await repository.items(self.id)
-            last_turn = await repository.last_turn(self.id)
+            items, last_turn, ledger = await asyncio.gather(
+                repository.items(self.id), repository.last_turn(self.id), repository.ledger(self.id)
+            )
             self.last_finish = last_turn.finish_reason if last_turn else None
             self.note_items(items)
-            self.ledger = await repository.ledger(self.id)
+            self.ledger = ledger
         return self.ledger
 
     def note_items(self, items: Sequence[ItemRecord]) -> None:

@@ -222,7 +222,7 @@ class Sessions:
         for core in self.cores():
             async with core.gate:
                 if not core.deleted:
-                    await self.tiers.flush(core)
+                    await self.tiers.behind.flush(core)
 
     async def close(self) -> None:
         """Cancel running turns, then store what is live. Idempotent."""
@@ -237,7 +237,7 @@ class Sessions:
             async with core.gate:
                 try:
                     if not core.deleted:
-                        await self.tiers.flush(core)
+                        await self.tiers.behind.flush(core)
                 except AgentKVError as error:
                     # Its KV will be recomputed; the other sessions' is still to be stored.
                     logger.error("session %s: KV was not written to disk: %s", core.id, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -19,7 +20,7 @@ from agentkv.errors import ChunkFault
 from agentkv.kv.contract import Layout, SequenceKV
 from agentkv.kv.staging import pinned_like, to_device
 from agentkv.sessions.db.records import Manifest, SegmentRecord
-from agentkv.storage.blobs import BlobStore, Buffer
+from agentkv.storage.blobs import BlobStore, Buffer, Scratch
 from agentkv.storage.chunkfile import ChunkHeader, check, decode_part, read_header
 from agentkv.storage.host import HostTier
 from agentkv.storage.naming import LedgerChain
@@ -48,6 +49,13 @@ class Restored:
     usable: int
 
 
+class _PerThread(threading.local):
+    """Each worker's own read buffer: a chunk is decoded before the next one is read."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
 class ChunkReader:
     """Restores sessions of one model for one tenant. Blocking work runs in ``executor``."""
 
@@ -68,6 +76,7 @@ class ChunkReader:
         self._geometry: KVGeometry = layout.geometry
         self._fingerprint = kv_fingerprint
         self._tenant = tenant_digest
+        self._per_thread = _PerThread()
         self._windows = [g.window for g in layout.geometry.groups]
 
     async def restore(self, manifest: Manifest, ledger: array[int], room: int) -> Restored:
@@ -145,7 +154,7 @@ class ChunkReader:
         name = segment.chunk_id
         try:
             held = self._host.get(name)
-            buffer: Buffer = self._blobs.get(name) if held is None else held
+            buffer: Buffer = self._blobs.read_into(name, self._per_thread.scratch) if held is None else held
             header = read_header(buffer, name)
             stop = min(segment.span.stop, point)
             check(

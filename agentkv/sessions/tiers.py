@@ -24,7 +24,8 @@ from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import Manifest
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.restoring import ChunkReader
-from agentkv.sessions.storing import ChunkWriter, Snapshot, take_snapshot
+from agentkv.sessions.storing import ChunkWriter
+from agentkv.sessions.writebehind import WriteBehind
 from agentkv.storage.blobs import BlobStore
 from agentkv.storage.faultpoints import fault_point
 from agentkv.storage.host import HostTier
@@ -33,9 +34,6 @@ from agentkv.types import RestoreReport, SessionState, SuspendReport, Tier
 __all__ = ["Tiers"]
 
 logger = logging.getLogger(__name__)
-
-_MOST_PENDING = 4
-"""Snapshots of one session that may wait for the disk; then its turns wait too."""
 
 
 class Tiers:
@@ -69,7 +67,7 @@ class Tiers:
         self.device_budget = device_budget
         self._idle_seconds = idle_seconds
         self._disk_seconds = disk_seconds
-        self.storage_error: str | None = None
+        self.behind = WriteBehind(repository, writer, executor)
         self.fallbacks: dict[str, int] = {}
 
     # -- device budget ------------------------------------------------------------------------------------------------
@@ -201,73 +199,6 @@ class Tiers:
             except StorageError as error:
                 logger.error("unneeded chunks of session %s could not be deleted yet: %s", core.id, error)
 
-    # -- storing ------------------------------------------------------------------------------------------------------
-
-    async def write_behind(self, core: SessionCore) -> None:
-        """Take what the last turn added, and store it in the background. Call with the gate held, after a commit."""
-        if core.pending >= _MOST_PENDING and core.writing is not None:
-            await asyncio.wait([core.writing])
-        snapshot = await self._snapshot(core)
-        if snapshot is not None:
-            core.pending += 1
-            core.snapped = snapshot.span.stop
-            core.writing = asyncio.create_task(self._write_after(core, core.writing, snapshot))
-
-    async def _write_after(self, core: SessionCore, previous: asyncio.Task[None] | None, snapshot: Snapshot) -> None:
-        if previous is not None and not previous.done():
-            await asyncio.wait([previous])
-        try:
-            if core.stored == snapshot.span.start and not core.deleted:
-                await self._write(core, snapshot)
-        finally:
-            core.pending -= 1
-
-    async def _snapshot(self, core: SessionCore) -> Snapshot | None:
-        """What lies behind the newest snapshot, or behind the manifest where the last write failed."""
-        if core.kv is None:
-            return None
-        if core.stored is None:
-            core.stored = (await self.repository.manifest(core.id)).length
-            core.snapped = None
-        start = core.stored if core.snapped is None else core.snapped
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._executor, take_snapshot, core.kv, start, core.record.pinned, dict(core.early)
-        )
-
-    async def _write(self, core: SessionCore, snapshot: Snapshot) -> None:
-        """Store one snapshot; trouble is noted, never raised: the session stays usable, the next turn tries again."""
-        try:
-            report = await self.writer.store(core.id, snapshot, core.record.idle_codec)
-        except AgentKVError as error:
-            if isinstance(error, StorageError):
-                self.storage_error = str(error)
-            core.stored = core.snapped = None
-            if not core.deleted:
-                logger.error("session %s: KV was not written to disk: %s", core.id, error)
-        else:
-            self.storage_error = None
-            core.stored = report.stop
-            core.written_chunks += report.chunks
-            core.early = {p: parts for p, parts in core.early.items() if p > report.stop}
-
-    async def flush(self, core: SessionCore) -> int:
-        """Everything that the session has on the device is on disk, or the trouble is noted. New chunks' count.
-
-        Call with the gate held.
-        """
-        if core.kv is None:
-            return 0
-        before = core.written_chunks
-        if core.writing is not None:
-            await asyncio.wait([core.writing])
-        if core.stored != core.kv.length:
-            core.stored = core.snapped = None
-            snapshot = await self._snapshot(core)
-            if snapshot is not None:
-                await self._write(core, snapshot)
-        return core.written_chunks - before
-
     # -- demoting -----------------------------------------------------------------------------------------------------
 
     async def suspend(self, core: SessionCore, tier: Tier) -> SuspendReport:
@@ -310,12 +241,12 @@ class Tiers:
                 seconds=time.perf_counter() - started,
                 chunks_written=core.written_chunks - chunks,
                 tokens=core.record.kv_length,
-                details={} if self.storage_error is None else {"storage": self.storage_error},
+                details={} if self.behind.storage_error is None else {"storage": self.behind.storage_error},
             )
 
     async def _demote(self, core: SessionCore, tier: Tier) -> None:
         fault_point("suspend.begin")
-        await self.flush(core)
+        await self.behind.flush(core)
         fault_point("suspend.flushed")
         assert core.kv is not None
         held = core.stored != core.kv.length and await self._hold_unsaved(core)
@@ -331,7 +262,7 @@ class Tiers:
     async def _hold_unsaved(self, core: SessionCore) -> bool:
         """Chunks that the disk does not take, into host memory, where nothing evicts them. ``False``: it took them."""
         core.stored = core.snapped = None
-        snapshot = await self._snapshot(core)
+        snapshot = await self.behind.snapshot(core)
         if snapshot is None:
             return False
         chunks = await self.writer.encoded(snapshot, core.record.idle_codec)
@@ -339,7 +270,7 @@ class Tiers:
         for chunk in chunks:
             if not self.host.put(chunk.id, chunk.tobytes()):
                 raise StorageFull(
-                    f"session {core.id} stays on the device: the disk refused its KV ({self.storage_error}) and host "
+                    f"session {core.id} stays on the device: the disk refused its KV ({self.behind.storage_error}) and host "
                     f"memory has no room for {chunk.nbytes:,} bytes; free disk space or raise host_budget"
                 )
             core.held[chunk.id] = chunk.nbytes

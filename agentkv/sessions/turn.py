@@ -92,7 +92,7 @@ class Turn:
                 # The reply is out before the KV is stored: the next turn waits for the gate, not for the disk.
                 answered()
                 self.events.put_nowait(last)
-                await self._tiers.write_behind(self._core)
+                await self._tiers.behind.add(self._core)
         except asyncio.CancelledError:
             # Where the consumer asked for it nobody reads this; where the runtime is closing the consumer waits.
             how = "after it was committed" if self.committed else "and rolled it back"

@@ -19,6 +19,7 @@ __all__ = [
     "BlobStore",
     "Buffer",
     "Parts",
+    "Scratch",
     "SweepReport",
     "check_name",
     "is_name",
@@ -48,6 +49,19 @@ class SweepReport:
     quarantine_bytes: int
 
 
+class Scratch:
+    """Memory that a reader of many blobs reads each of them into. One thread's own."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def room(self, nbytes: int) -> memoryview:
+        """``nbytes`` writable bytes; what was given out before loses its content."""
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)  # not resized: an old view may still be held
+        return memoryview(self._buffer)[:nbytes]
+
+
 class BlobStore(ABC):
     """Names to bytes. Thread-safe. A name is 2 to 128 of ``0-9 a-z _ -``; its content never changes once put."""
 
@@ -71,6 +85,13 @@ class BlobStore(ABC):
 
         Raises ``ChunkFault`` with reason ``missing`` or ``unreadable``.
         """
+
+    def read_into(self, name: str, scratch: Scratch) -> memoryview:
+        """The blob's bytes inside ``scratch``; valid until the caller uses ``scratch`` again.
+
+        For readers of many blobs: fresh memory for each costs as much as the copy. Raises as ``get`` does.
+        """
+        return memoryview(self.get(name))
 
     @abstractmethod
     def delete(self, name: str) -> bool:

@@ -25,6 +25,7 @@ from agentkv.errors import ChunkFault, StorageError, StorageFull
 from agentkv.storage.blobs import (
     BlobStore,
     Parts,
+    Scratch,
     SweepReport,
     check_name,
     is_name,
@@ -114,14 +115,24 @@ class LocalBlobs(BlobStore):
         """See ``BlobStore``. One read into one buffer: a mapping would turn a bad sector into a SIGBUS."""
         try:
             with os.fdopen(self._open(name), "rb", buffering=0) as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise ChunkFault(name, "unreadable", "not a regular file")
-                wanted = status.st_size if limit is None else min(limit, status.st_size)
+                nbytes = _regular_size(file.fileno(), name)
+                wanted = nbytes if limit is None else min(limit, nbytes)
                 data = file.read(wanted) or b""
                 while len(data) < wanted and (more := file.read(wanted - len(data))):
                     data += more
                 return data
+        except (OSError, MemoryError) as error:
+            raise ChunkFault(name, "unreadable", str(error)) from error
+
+    def read_into(self, name: str, scratch: Scratch) -> memoryview:
+        """See ``BlobStore``."""
+        try:
+            with os.fdopen(self._open(name), "rb", buffering=0) as file:
+                view = scratch.room(_regular_size(file.fileno(), name))
+                done = 0
+                while done < len(view) and (got := file.readinto(view[done:])):
+                    done += got
+                return view[:done]
         except (OSError, MemoryError) as error:
             raise ChunkFault(name, "unreadable", str(error)) from error
 
@@ -312,6 +323,13 @@ class LocalBlobs(BlobStore):
         del self._quarantined[0]
         self._used -= nbytes
         return True
+
+
+def _regular_size(descriptor: int, name: str) -> int:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise ChunkFault(name, "unreadable", "not a regular file")
+    return status.st_size
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, int]]:

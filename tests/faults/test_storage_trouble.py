@@ -135,7 +135,7 @@ async def test_a_disk_that_refuses_stops_the_session_at_host_memory(
         await written(kv)
         state = await session.state()
         assert state.stored_tokens == state.kv_tokens, "when space returns the next turn stores everything"
-        assert kv.sessions.tiers.storage_error is None
+        assert kv.sessions.tiers.behind.storage_error is None
         report = await session.suspend()
         assert (report.tier, report.details) == ("disk", {})
         assert (await session.state()).host_bytes == kv.sessions.tiers.host.used_bytes == 0

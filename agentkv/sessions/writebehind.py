@@ -1,0 +1,97 @@
+"""Write-behind: what a turn added goes to disk in the background, one snapshot of a session at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Executor
+
+from agentkv.errors import AgentKVError, StorageError
+from agentkv.sessions.core import SessionCore
+from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.storing import ChunkWriter, Snapshot, take_snapshot
+
+__all__ = ["WriteBehind"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_PENDING = 4
+"""Snapshots of one session that may wait for the disk; then its turns wait too."""
+
+
+class WriteBehind:
+    """Stores sessions' KV. Trouble is noted, never raised: the session stays usable, the next turn tries again.
+
+    ``storage_error``: what the disk said last, ``None`` while it takes what it is given.
+    """
+
+    def __init__(self, repository: Repository, writer: ChunkWriter, executor: Executor) -> None:
+        self._repository = repository
+        self._writer = writer
+        self._executor = executor
+        self.storage_error: str | None = None
+
+    async def add(self, core: SessionCore) -> None:
+        """Take what the last turn added, and store it in the background. Call with the gate held, after a commit."""
+        if core.pending >= _MOST_PENDING and core.writing is not None:
+            await asyncio.wait([core.writing])
+        snapshot = await self.snapshot(core)
+        if snapshot is not None:
+            core.pending += 1
+            core.snapped = snapshot.span.stop
+            core.writing = asyncio.create_task(self._write_after(core, core.writing, snapshot))
+
+    async def _write_after(self, core: SessionCore, previous: asyncio.Task[None] | None, snapshot: Snapshot) -> None:
+        if previous is not None and not previous.done():
+            await asyncio.wait([previous])
+        try:
+            if core.stored == snapshot.span.start and not core.deleted:
+                await self._write(core, snapshot)
+        finally:
+            core.pending -= 1
+
+    async def snapshot(self, core: SessionCore) -> Snapshot | None:
+        """What lies behind the newest snapshot, or behind the manifest where the last write failed."""
+        if core.kv is None:
+            return None
+        if core.stored is None:
+            core.stored = (await self._repository.manifest(core.id)).length
+            core.snapped = None
+        start = core.stored if core.snapped is None else core.snapped
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._executor, take_snapshot, core.kv, start, core.record.pinned, dict(core.early)
+        )
+
+    async def _write(self, core: SessionCore, snapshot: Snapshot) -> None:
+        """Store one snapshot; trouble is noted, never raised: the session stays usable, the next turn tries again."""
+        try:
+            report = await self._writer.store(core.id, snapshot, core.record.idle_codec)
+        except AgentKVError as error:
+            if isinstance(error, StorageError):
+                self.storage_error = str(error)
+            core.stored = core.snapped = None
+            if not core.deleted:
+                logger.error("session %s: KV was not written to disk: %s", core.id, error)
+        else:
+            self.storage_error = None
+            core.stored = report.stop
+            core.written_chunks += report.chunks
+            core.early = {p: parts for p, parts in core.early.items() if p > report.stop}
+
+    async def flush(self, core: SessionCore) -> int:
+        """Everything that the session has on the device is on disk, or the trouble is noted. New chunks' count.
+
+        Call with the gate held.
+        """
+        if core.kv is None:
+            return 0
+        before = core.written_chunks
+        if core.writing is not None:
+            await asyncio.wait([core.writing])
+        if core.stored != core.kv.length:
+            core.stored = core.snapped = None
+            snapshot = await self.snapshot(core)
+            if snapshot is not None:
+                await self._write(core, snapshot)
+        return core.written_chunks - before
