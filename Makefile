@@ -27,12 +27,12 @@ demo: install
 # The model that the tests use is fetched once, before they run, so that no test waits for a download.
 test: install-dev
 	$(BIN)/agentkv models pull smollm2-135m
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not gpu" $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not full and not gpu" $(TESTS)
 
 test-full: install-dev
 	$(BIN)/agentkv models pull smollm2-135m
 	$(BIN)/agentkv models pull gemma3-270m
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu" $(TESTS)
 
 check: install-dev
 	$(BIN)/ruff check .

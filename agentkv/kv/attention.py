@@ -90,7 +90,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach, traits: AttentionTrait
     """``q [Hq, T, D]`` over ``k [Hkv, L, D]``, ``v [Hkv, L, Dv]`` → ``[T, Hq, Dv]``; ``reach`` says who sees what."""
     if traits.softcap is not None or traits.sinks is not None:
         return _eager(q, k, v, reach.mask, traits).transpose(0, 1)
-    if reach.split and q.device.type == "cpu":
+    if reach.split and q.device.type == "cpu" and k.shape[2] == v.shape[2]:
         return _split(q, k, v, reach.past, traits.scaling).transpose(0, 1)
     if q.shape[1] == 1:
         # A single query a head is better left unfolded (1,024 keys: 124 µs against 144 µs).
