@@ -24,12 +24,12 @@ async def bench_decode(
     if quick:
         context = min(context, 256)
     async with open_runtime(model, home, dtype=dtype, threads=threads, idle_seconds=3600) as (kv, local):
-        reference = await asyncio.to_thread(reference_of, kv, local)
+        reference = await kv.model.engine.call(lambda: reference_of(kv, local))
         rows = [text_ids(kv, context, seed=i) for i in range(sessions)]
         held = [await kv.sessions.create() for _ in rows]
         for session, row in zip(held, rows, strict=True):
             await session.append_tokens(row)
-        await asyncio.to_thread(reference.prefill, rows)
+        await kv.model.engine.call(lambda: reference.prefill(rows))
         await kv.flush()
 
         async def ours() -> float:
@@ -44,7 +44,7 @@ async def bench_decode(
                 for _ in range(steps):
                     reference.decode()
 
-            return sessions * steps / await asyncio.to_thread(timed, run)
+            return sessions * steps / await kv.model.engine.call(lambda: timed(run))
 
         await ours()
         await theirs()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +30,7 @@ async def bench_resume(
         kv,
         local,
     ):
-        reference = await asyncio.to_thread(reference_of, kv, local)
+        reference = await kv.model.engine.call(lambda: reference_of(kv, local))
         # The model's template may open every session with a default system prompt: the reference is fed it too.
         head = await (await kv.sessions.create()).token_ids()
         ids = text_ids(kv, tokens + _MESSAGE)
@@ -40,7 +39,7 @@ async def bench_resume(
 
         warm = await kv.sessions.create()
         await warm.generate_tokens(text_ids(kv, 300, seed=1), **options)
-        await asyncio.to_thread(reference.prefill, [text_ids(kv, 300, seed=1)])
+        await kv.model.engine.call(lambda: reference.prefill([text_ids(kv, 300, seed=1)]))
 
         live = await kv.sessions.create()
         await live.append_tokens(history)
@@ -50,7 +49,7 @@ async def bench_resume(
         identical = True
         stored = raw = 0
         for _ in range(rounds):
-            theirs.append(await asyncio.to_thread(timed, lambda: reference.prefill([[*head, *ids]])))
+            theirs.append(await kv.model.engine.call(lambda: timed(lambda: reference.prefill([[*head, *ids]]))))
             session = await kv.sessions.create()
             reply = await session.generate_tokens(ids, max_tokens=1, ignore_eos=True)
             cold.append(reply.ttft_seconds)

@@ -8,7 +8,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from agentkv.types import FinishReason
 __all__ = ["Engine", "JobHandle"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class JobHandle:
@@ -66,6 +69,22 @@ class JobHandle:
         return self._loop
 
 
+class _Call:
+    """A function to be run on the model thread."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self.future: Future[Any] = Future()
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._work())
+        except Exception as error:
+            self.future.set_exception(error)
+
+
 class Engine:
     """Owns the model from one named thread. ``submit`` is the only way in."""
 
@@ -76,7 +95,7 @@ class Engine:
         self.computed_tokens = 0
         self._scheduler = Scheduler(joint_rows)
         self._handles: dict[Job, JobHandle] = {}
-        self._inbox: queue.SimpleQueue[JobHandle | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[JobHandle | _Call | None] = queue.SimpleQueue()
         self._stopping = False
         self._gate = threading.Lock()
         """Held to look at the two flags around it and put into the inbox: no job arrives after the last look."""
@@ -103,13 +122,26 @@ class Engine:
     def submit(self, job: Job) -> JobHandle:
         """Queue a job, from a loop's thread. ``Closed`` after ``stop``, ``EngineFailed`` once the thread died."""
         handle = JobHandle(job, asyncio.get_running_loop(), lambda: self._inbox.put(None))
+        self._put(handle)
+        return handle
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the model thread, between two steps, and return what it returns. Raises as ``submit`` does.
+
+        For whatever computes in parallel regions: a second thread that does so makes every region of both slower.
+        """
+        call = _Call(work)
+        self._put(call)
+        result: T = await asyncio.wrap_future(call.future)
+        return result
+
+    def _put(self, item: JobHandle | _Call) -> None:
         with self._gate:
             if self._stopping:
                 raise Closed("the engine is stopped")
             if self._failure is not None:
                 raise EngineFailed("the model thread died; restart the process") from self._failure
-            self._inbox.put(handle)
-        return handle
+            self._inbox.put(item)
 
     # -- the model thread ---------------------------------------------------------------------------------------------
 
@@ -132,7 +164,9 @@ class Engine:
                     late = self._inbox.get_nowait()
                 except queue.Empty:
                     break
-                if late is not None:
+                if isinstance(late, _Call):
+                    late.future.set_exception(outcome or Closed("the engine stopped"))
+                elif late is not None:
                     self._post([late], [late.deliver(outcome or Closed("the engine stopped"))])
 
     def _take_waiting(self) -> None:
@@ -144,7 +178,9 @@ class Engine:
             except queue.Empty:
                 break
             block = False
-            if handle is not None:
+            if isinstance(handle, _Call):
+                handle.run()
+            elif handle is not None:
                 self._handles[handle.job] = handle
                 if self._begin(handle.job):
                     self._scheduler.add(handle.job)

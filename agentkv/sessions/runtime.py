@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentkv.errors import Closed, InvalidRequest
 from agentkv.settings import Settings
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["AgentKV"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class AgentKV:
@@ -110,7 +113,7 @@ class AgentKV:
             return blobs
 
         blobs = await loop.run_in_executor(self._executor, open_blobs)
-        self._model = await asyncio.to_thread(_load_model, settings)
+        self._model = await _in_new_thread(lambda: _load_model(settings))
         self.sessions = Sessions(settings, self._model, self._repository)
         self.sessions.tiers = self._tiers(blobs)
         await self._sweep(blobs)
@@ -212,6 +215,24 @@ class AgentKV:
 def _import_engine() -> None:
     import agentkv.engine.loading
     import agentkv.sessions.manager  # noqa: F401
+
+
+async def _in_new_thread(work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread that ends with it.
+
+    A thread that has computed in parallel keeps OpenMP's workers for as long as it lives. With more of them than cores
+    they stop waiting actively, and every parallel region of the model thread would begin with waking one.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="agentkv-load", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def _load_model(settings: Settings) -> LoadedModel:
