@@ -353,6 +353,7 @@ class Tiers:
                         await self.suspend(core, Tier.DISK if idle >= self._disk_seconds else Tier.HOST)
                     elif core.state is SessionState.HOST and idle >= self._disk_seconds:
                         await self.suspend(core, Tier.DISK)
-                except AgentKVError as error:
+                except Exception as error:  # one session's trouble must not end the watch over the others
                     core.last_used = now  # try again after another idle period, not at once
-                    logger.error("session %s could not be demoted: %s", core.id, error)
+                    known = isinstance(error, AgentKVError)
+                    logger.error("session %s could not be demoted: %s", core.id, error, exc_info=not known)
