@@ -266,7 +266,7 @@ async def test_a_turn_cancelled_at_any_await_is_whole_or_never_was(
                 break
         await check_home(kv)
     assert outcome is None, "the turn never got through"
-    assert len(outcomes) > 8
+    assert len(outcomes) > 5, "a turn has more awaits than that"
     assert outcomes == sorted(outcomes), "committed once it is past its commit, never before"
 
 
