@@ -84,6 +84,11 @@ class _Call:
         except Exception as error:
             self.future.set_exception(error)
 
+    def fail(self, error: BaseException) -> None:
+        """It will not be run. A waiter that has gone already is no trouble."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
 
 class Engine:
     """Owns the model from one named thread. ``submit`` is the only way in."""
@@ -164,10 +169,11 @@ class Engine:
                     late = self._inbox.get_nowait()
                 except queue.Empty:
                     break
+                ended = outcome or Closed("the engine stopped")
                 if isinstance(late, _Call):
-                    late.future.set_exception(outcome or Closed("the engine stopped"))
+                    late.fail(ended)
                 elif late is not None:
-                    self._post([late], [late.deliver(outcome or Closed("the engine stopped"))])
+                    self._post(late, ended)
 
     def _take_waiting(self) -> None:
         """Move new jobs to the scheduler, let cancelled ones go; waits when there is nothing to do."""
@@ -281,7 +287,7 @@ class Engine:
     def _finish(self, job: Job, outcome: JobResult | BaseException | None) -> None:
         self._scheduler.remove(job)
         handle = self._handles.pop(job)
-        self._post([handle], [handle.deliver(outcome)])
+        self._post(handle, outcome)
 
     def _drop(self, job: Job, outcome: BaseException | None) -> None:
         """Roll the job's KV back, then report: an error, or ``None`` for a cancellation."""
@@ -290,12 +296,11 @@ class Engine:
         self._finish(job, outcome)
 
     @staticmethod
-    def _post(handles: Sequence[JobHandle], callbacks: Sequence[Callable[[], None]]) -> None:
-        for handle, callback in zip(handles, callbacks, strict=True):
-            try:
-                handle.loop.call_soon_threadsafe(callback)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                logger.warning("a job finished after its event loop had closed")
+    def _post(handle: JobHandle, outcome: JobResult | BaseException | None) -> None:
+        try:
+            handle.loop.call_soon_threadsafe(handle.deliver(outcome))
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            logger.warning("a job finished after its event loop had closed")
 
 
 def _as_ours(error: Exception) -> AgentKVError:

@@ -1,7 +1,7 @@
 """Linear layers with weights in oneDNN's own blocked format, for bf16 on a CPU; those that read the same input, as one.
 
 torch hands oneDNN a plain weight on every call, which it must read as it lies. Packed once, the same product is faster
-at the few rows of a decode step (1536×576 at 8 rows: 160 µs plain, 94 µs packed, 66 µs is the memory's limit). A call
+at the few rows of a decode step (1536×576 at 8 rows: 117 µs plain, 72 µs packed). A call
 costs about 40 µs however small its weight, so query, key and value projections run as one product, and so do gate and
 up. The plain weights are given back, so memory does not double; a head tied to the embedding costs its size again.
 """

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agentkv.codecs import KVBlock
 from agentkv.registry import Registry
-from agentkv.types import KVGeometry, LayerGroup, Span
+from agentkv.types import KVGeometry, Span
 
 if TYPE_CHECKING:
     import torch
@@ -180,9 +180,6 @@ class Layout(ABC, Generic[Meta]):
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self.geometry = geometry
         self.device = device
-        self.group_of: dict[int, tuple[int, LayerGroup]] = {
-            layer: (index, group) for index, group in enumerate(geometry.groups) for layer in group.layers
-        }
 
     @abstractmethod
     def open(self, tokens: int = 0) -> SequenceKV:
