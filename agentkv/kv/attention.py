@@ -92,10 +92,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, reach: Reach, traits: AttentionTrait
         return _eager(q, k, v, reach.mask, traits).transpose(0, 1)
     if reach.split and q.device.type == "cpu" and k.shape[2] == v.shape[2]:
         return _split(q, k, v, reach.past, traits.scaling).transpose(0, 1)
-    if q.shape[1] == 1:
-        # A single query a head is better left unfolded (1,024 keys: 124 µs against 144 µs).
-        out = scaled_dot_product_attention(q[None], k[None], v[None], scale=traits.scaling, enable_gqa=True)
-        return out[0].transpose(0, 1)
+    # Folded, K and V are read once for all query heads of a KV head. One query over 1,024 keys (9 heads on 3, bf16, two
+    # cores): 140 µs so and 611 µs with enable_gqa on an EPYC with AVX512-BF16, 144 and 124 µs on a Xeon with AMX.
     heads, tokens, dim = q.shape
     folded = q.reshape(1, k.shape[0], -1, dim)
     mask = reach.folded_mask(heads // k.shape[0])
