@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from agentkv.rope import Rotation
 
 __all__ = [
     "Fingerprints",
     "FinishReason",
     "KVGeometry",
     "LayerGroup",
+    "Placement",
     "RestoreReport",
     "SessionState",
     "Span",
@@ -89,10 +93,17 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Shapes of a model's KV state: its layer groups and the torch dtype name (``bfloat16``, ``float32`` …)."""
+    """Shapes of a model's KV state: its layer groups and the torch dtype name (``bfloat16``, ``float32`` …).
+
+    ``rotations``: how each layer's keys turn with their position (``None``: not at all), in layer order.
+    ``fixed``: why keys cannot be moved to another position, so that nothing may be evicted; ``None`` where they can.
+    Neither takes part in comparison: both follow from what the KV fingerprint covers.
+    """
 
     groups: tuple[LayerGroup, ...]
     dtype: str
+    rotations: tuple[Rotation | None, ...] = field(default=(), compare=False)
+    fixed: str | None = field(default=None, compare=False)
 
     @property
     def itemsize(self) -> int:
@@ -104,6 +115,57 @@ class KVGeometry:
         return self.itemsize * sum(
             g.values_per_token * (tokens if g.window is None else min(tokens, g.window)) for g in self.groups
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which ledger positions a KV state holds, and at which positions their keys were computed.
+
+    The state has gone through ``length`` ledger tokens and holds those in ``kept`` (full-attention layers; sliding ones
+    hold the last window in any case). ``bases``: ``(index, base)`` in order of index: tokens from ledger ``index`` on
+    were computed at position ``ledger index - base``. ``lineage``: digest of the evictions so far, ``""`` for none.
+    """
+
+    length: int = 0
+    kept: tuple[Span, ...] = ()
+    bases: tuple[tuple[int, int], ...] = ()
+    lineage: str = ""
+
+    @classmethod
+    def whole(cls, length: int) -> Placement:
+        """Everything, each token at its own ledger position."""
+        return cls(length, (Span(0, length),) if length else ())
+
+    @property
+    def trivial(self) -> bool:
+        """Whether nothing was ever evicted or moved."""
+        return self == Placement.whole(self.length)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return sum(len(span) for span in self.kept)
+
+    @property
+    def next_position(self) -> int:
+        """Position at which the next token is computed."""
+        return self.length - (self.bases[-1][1] if self.bases else 0)
+
+    def position_of(self, index: int) -> int:
+        """Position at which ledger token ``index`` was computed."""
+        base = 0
+        for start, candidate in self.bases:
+            if start > index:
+                break
+            base = candidate
+        return index - base
+
+    def runs(self, spans: Iterable[Span]) -> Iterator[Span]:
+        """``spans``, cut where positions jump: within a run they are consecutive."""
+        for span in spans:
+            cuts = [index for index, _ in self.bases if span.start < index < span.stop]
+            for start, stop in zip([span.start, *cuts], [*cuts, span.stop], strict=True):
+                yield Span(start, stop)
 
 
 @dataclass(frozen=True, slots=True)
