@@ -32,7 +32,8 @@ class Rotation:
 def rotate(keys: Tensor, deltas: Sequence[tuple[int, int]], rotation: Rotation) -> Tensor:
     """``keys [H, T, D]`` moved on by whole positions; a new tensor of the same dtype, rounded once.
 
-    ``deltas``: ``(tokens, delta)`` in order, their tokens add up to T. Computed in float32 from float64 angles (float64 keys: in float64).
+    ``deltas``: ``(tokens, delta)`` in order, their tokens add up to T. Computed in float32 (float64 keys: in float64)
+    from float64 angles.
     """
     import torch
 

@@ -121,15 +121,17 @@ class KVGeometry:
 class Placement:
     """Which ledger positions a KV state holds, and at which positions their keys were computed.
 
-    The state has gone through ``length`` ledger tokens and holds those in ``kept`` (full-attention layers; sliding ones
-    hold the last window in any case). ``bases``: ``(index, base)`` in order of index: tokens from ledger ``index`` on
-    were computed at position ``ledger index - base``. ``lineage``: digest of the evictions so far, ``""`` for none.
+    The state has gone through ``length`` ledger tokens and holds those in ``kept`` (full-attention layers; sliding
+    ones hold their last window in any case, though nothing before ``floor``). ``bases``: ``(index, base)`` in order:
+    tokens from ledger ``index`` on were computed at position ``ledger index - base``. ``lineage``: digest of the
+    evictions so far, ``""`` for none.
     """
 
     length: int = 0
     kept: tuple[Span, ...] = ()
     bases: tuple[tuple[int, int], ...] = ()
     lineage: str = ""
+    floor: int = 0
 
     @classmethod
     def whole(cls, length: int) -> Placement:

@@ -128,9 +128,8 @@ def snapshot(kv: DynamicKV) -> tuple[list[int], list[tuple[Tensor, ...]]]:
     kv.check_integrity()
     tensors = []
     for index in range(len(kv.geometry.groups)):
-        buffers = kv.buffers(index)
-        block = buffers.block(buffers.window_start(kv.length), kv.length)
-        tensors.append(tuple(t.clone() for t in (*block.keys, *block.values)))
+        blocks = [kv.read(index, run) for run in kv.visible(index)]
+        tensors.append(tuple(t.clone() for block in blocks for t in (*block.keys, *block.values)))
     return list(kv.ids), tensors
 
 

@@ -88,9 +88,9 @@ async def _step(session: Any, verb: str, arguments: list[Any]) -> Any:
 def _reverse_keys(kv: Any) -> None:
     """Damage that no checksum sees: the right keys, in the wrong order."""
     for group in range(len(kv.geometry.groups)):
-        buffers = kv.buffers(group)
-        for keys in buffers.block(buffers.window_start(kv.length), kv.length).keys:
-            keys.copy_(keys.flip(1))
+        for run in kv.visible(group):
+            for keys in kv.read(group, run).keys:
+                keys.copy_(keys.flip(1))
 
 
 if __name__ == "__main__":

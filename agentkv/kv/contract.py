@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agentkv.codecs import KVBlock
 from agentkv.registry import Registry
-from agentkv.types import KVGeometry, Span
+from agentkv.types import KVGeometry, Placement, Span
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["LAYOUTS", "AttentionTraits", "Capture", "CapturedPart", "Layout", "SequenceKV", "Slot", "Undo"]
+__all__ = ["LAYOUTS", "AttentionTraits", "CapturedPart", "Layout", "SequenceKV", "Slot", "Undo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +45,37 @@ class AttentionTraits:
 
 @dataclass(frozen=True, slots=True)
 class CapturedPart:
-    """KV of one layer group over ``span``, on the CPU, safe to read while the session goes on."""
+    """KV of one layer group over ``span``, on the CPU, safe to read while the session goes on.
+
+    Keys are as they were computed, at consecutive positions: never a copy that was moved to another position.
+    """
 
     group: int
     span: Span
     block: KVBlock
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """KV of ``span`` as it was when captured.
+@dataclass(slots=True)
+class Undo:
+    """What it takes to go back to ``placement``.
 
-    Full groups cover the whole span. Sliding groups cover what of ``span`` overlaps the window before each of
-    ``resume_points``; a group may thus have several parts, or none.
+    ``windows``: copies of the groups that forget by themselves (sliding windows). ``evicted``: what was evicted since,
+    in host memory; it grows while the record is a state's open one.
     """
 
-    span: Span
-    ids: tuple[int, ...]
-    parts: tuple[CapturedPart, ...]
-    resume_points: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Undo:
-    """What it takes to go back to ``length`` tokens: snapshots of the groups that forget (sliding windows)."""
-
-    length: int
+    placement: Placement
     windows: tuple[CapturedPart, ...]
+    evicted: list[CapturedPart] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Ledger tokens at that time."""
+        return self.placement.length
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the snapshots hold."""
-        return sum(part.block.nbytes for part in self.windows)
+        """Bytes that the copies hold."""
+        return sum(part.block.nbytes for part in (*self.windows, *self.evicted))
 
 
 class SequenceKV(ABC):
@@ -90,7 +89,7 @@ class SequenceKV(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """Tokens held: ledger positions ``[0, length)``."""
+        """Ledger tokens gone through: ``[0, length)``, evicted ones included."""
 
     @property
     @abstractmethod
@@ -99,8 +98,23 @@ class SequenceKV(ABC):
 
     @property
     @abstractmethod
+    def placement(self) -> Placement:
+        """Which of them are held, and at which positions they were computed."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """How many of them are held."""
+
+    @property
+    @abstractmethod
+    def next_position(self) -> int:
+        """Position at which the next token is computed."""
+
+    @property
+    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of device memory reserved: capacity, not length."""
+        """Bytes of memory reserved: capacity, not length; masters and the open undo record included."""
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
@@ -111,40 +125,73 @@ class SequenceKV(ABC):
         """The tokens that the last step wrote are now part of the state."""
 
     @abstractmethod
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Evict what full-attention layers hold outside ``spans``, ledger positions in order, all of them held.
+
+        What lies before a gap is attended from then on as if it lay directly before what follows: its keys are turned
+        on from their masters, which stay as they were computed. Sliding layers keep their own window.
+        """
+
+    @abstractmethod
+    def skip(self, ids: Sequence[int]) -> None:
+        """The next ledger tokens are passed over: part of ``ids``, never held, without a position of their own."""
+
+    @abstractmethod
+    def crop(self, length: int) -> None:
+        """Forget the tokens from ``length`` on. ``ValueError`` where the state at ``length`` cannot be had any more."""
+
+    @abstractmethod
     def undo_record(self) -> Undo:
-        """Copies what a later ``rollback`` needs. Does not mutate."""
+        """Copies what a later ``rollback`` needs, and makes the record the state's open one, instead of any other."""
 
     @abstractmethod
     def rollback(self, undo: Undo) -> None:
-        """Back to the state at ``undo_record``, whatever was written since."""
+        """Back to the state at ``undo_record``, whatever was written since. Evictions need the open record."""
 
     @abstractmethod
-    def capture(self, span: Span, resume_points: Sequence[int]) -> Capture:
-        """KV of ``span`` for storing. Windows must still be held at each of ``resume_points``; may be called at the
-        moment a resume point is reached only. Full groups may be views that stay valid under append and rollback."""
+    def settle(self) -> None:
+        """The open undo record is given up: evicted tokens are gone for good."""
+
+    @abstractmethod
+    def capture(self, span: Span) -> tuple[CapturedPart, ...]:
+        """What full-attention groups hold of ``span``, for storing: a part for each run of consecutive positions.
+
+        May be views, which stay valid whatever the state does later.
+        """
 
     @abstractmethod
     def window_snapshot(self) -> tuple[CapturedPart, ...]:
         """Copies of the sliding groups' keys within the window before ``length`` (CPU). Empty without such groups."""
 
     @abstractmethod
-    def place(self, length: int, room: int = 0) -> None:
-        """Prepare this empty state to be restored to ``length`` tokens, with room for ``room`` more."""
+    def visible(self, group: int) -> tuple[Span, ...]:
+        """What of a layer group the next query sees or could: the kept spans, or the last window; cut into runs."""
+
+    @abstractmethod
+    def read(self, group: int, span: Span) -> KVBlock:
+        """KV of ``span``, which lies in one run of ``visible``, as it was computed: views or copies, on the device."""
+
+    @abstractmethod
+    def place(self, placement: Placement, room: int = 0) -> None:
+        """Prepare this empty state to be restored to ``placement``, with room for ``room`` more."""
 
     @abstractmethod
     def target(self, group: int, span: Span) -> KVBlock:
         """The tensors that KV of ``span`` is restored into, after ``place``; ``restored`` makes them part of the state.
 
-        Distinct spans may be written from several threads at once.
+        ``span`` lies within one of the placement's runs. Distinct spans may be written from several threads at once.
         """
 
     @abstractmethod
     def restored(self, ids: Sequence[int]) -> None:
-        """The state now holds exactly ``ids``, whose KV was written through ``target``."""
+        """The state now holds exactly ``ids``, whose KV was written through ``target``.
+
+        Where nothing was ever evicted, ``ids`` may be fewer than were placed.
+        """
 
     @abstractmethod
     def fork(self) -> SequenceKV:
-        """An independent state with the same content; bytes are copied when one side writes."""
+        """An independent state with the same content and no open undo record; bytes are copied when one side writes."""
 
     @abstractmethod
     def close(self) -> None:
@@ -176,17 +223,19 @@ class Layout(ABC, Generic[Meta]):
     """How live KV is stored and attended, for one model on one device."""
 
     name: str
+    rebase_at: int = 100_000
+    """Once the next position is beyond this, the next eviction starts counting anew: models make angles in float32."""
 
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self.geometry = geometry
         self.device = device
 
     @abstractmethod
-    def open(self, tokens: int = 0) -> SequenceKV:
-        """An empty state with room for ``tokens``."""
+    def open(self, tokens: int = 0, limit: int | None = None) -> SequenceKV:
+        """An empty state with room for ``tokens``, which will never hold more than ``limit``."""
 
     @abstractmethod
-    def bytes_needed(self, kv: SequenceKV | None, tokens: int) -> int:
+    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
         """Bytes that ``kv`` (or a new state) will have reserved once it holds ``tokens`` tokens."""
 
     @abstractmethod

@@ -28,7 +28,8 @@ class Home:
             path.chmod(0o700)
             self._descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StorageFull(f"the home {path} cannot be opened: {error.strerror}; choose another with --home") from error
+            reason = error.strerror
+            raise StorageFull(f"the home {path} cannot be opened: {reason}; choose another with --home") from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

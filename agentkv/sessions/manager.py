@@ -143,8 +143,8 @@ class Sessions:
         ours = self._model.fingerprints.session
         if record.session_fingerprint.split(".")[0] != ours.split(".")[0]:
             raise InvalidRequest(
-                f"session {record.id} was written with the tokenizer of {record.model!r}; {self._model.name!r} has another "
-                f"one and would misread it. Open the runtime with model={record.model!r}",
+                f"session {record.id} was written with the tokenizer of {record.model!r}; {self._model.name!r} has "
+                f"another one and would misread it. Open the runtime with model={record.model!r}",
                 param="model",
             )
 
@@ -247,9 +247,7 @@ class Sessions:
                         core.kv = None
 
 
-def _head_records(
-    system: str | None, head: Sequence[int], now: float
-) -> tuple[list[ItemRecord], TurnRecord | None]:
+def _head_records(system: str | None, head: Sequence[int], now: float) -> tuple[list[ItemRecord], TurnRecord | None]:
     """The system span as an item, and the turn that put it into the ledger."""
     if not head:
         return [], None

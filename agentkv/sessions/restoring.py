@@ -24,7 +24,7 @@ from agentkv.storage.blobs import BlobStore, Buffer, Scratch
 from agentkv.storage.chunkfile import ChunkHeader, check, decode_part, read_header
 from agentkv.storage.host import HostTier
 from agentkv.storage.naming import LedgerChain
-from agentkv.types import KVGeometry, Span
+from agentkv.types import KVGeometry, Placement, Span
 
 __all__ = ["ChunkReader", "Restored"]
 
@@ -112,15 +112,13 @@ class ChunkReader:
         room: int,
     ) -> Restored:
         kv = self._layout.open()
-        kv.place(point, room)
+        kv.place(Placement.whole(point), room)
         chains = _chain_starts(ledger, segments)
         loop = asyncio.get_running_loop()
         try:
             results = await asyncio.gather(
                 *(
-                    loop.run_in_executor(
-                        self._executor, self._segment, kv, segment, chain, ledger, point
-                    )
+                    loop.run_in_executor(self._executor, self._segment, kv, segment, chain, ledger, point)
                     for segment, chain in zip(segments, chains, strict=True)
                 )
             )
@@ -213,9 +211,7 @@ class _Read:
     covered: list[tuple[int, Span]]
 
 
-def _decode_aside(
-    buffer: Buffer, header: ChunkHeader, index: int, target: KVBlock, whole: Span, span: Span
-) -> None:
+def _decode_aside(buffer: Buffer, header: ChunkHeader, index: int, target: KVBlock, whole: Span, span: Span) -> None:
     """Decode a whole part to the side, then copy the wanted tokens: for shortened segments, and for devices."""
 
     block = pinned_like(target, len(whole))

@@ -168,9 +168,8 @@ class AgentKV:
         assert self._repository and self._executor
         known = await self._repository.known_chunk_ids()
         loop = asyncio.get_running_loop()
-        orphans = [
-            name for name, _ in await loop.run_in_executor(self._executor, lambda: list(blobs.list())) if name not in known
-        ]
+        listed = await loop.run_in_executor(self._executor, lambda: list(blobs.list()))
+        orphans = [name for name, _ in listed if name not in known]
         if orphans:
             buried = await self._repository.tombstoned(orphans)
 
@@ -263,5 +262,3 @@ def _device_memory(model: LoadedModel) -> int:
 
         return int(torch.cuda.get_device_properties(device).total_memory)
     return _total_memory()
-
-

@@ -13,7 +13,7 @@ from agentkv.schemas.messages import MessageInput, normalise
 from agentkv.schemas.replies import Done, Event, Item, Reply, SessionInfo
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.core import SessionCore
-from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of, public_item
+from agentkv.sessions.turn import Appended, TurnInput, public_item
 from agentkv.types import RestoreReport, SessionState, Span, SuspendReport, Tier
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ async def _appended(events: AsyncIterator[Event | Appended]) -> list[Item]:
 
 
 async def _last_event(events: AsyncIterator[Event | Appended]) -> Event | Appended | None:
-    event = None
+    last = None
     async for event in events:
-        pass
-    return event
+        last = event
+    return last

@@ -79,8 +79,8 @@ def take_snapshot(
         return None
     windows = {point: parts for point, parts in early.items() if point > stored}
     windows[span.stop] = kv.window_snapshot()
-    kinds = {point: "prefix" for point in windows} | {span.stop: "commit"}
-    return Snapshot(span, array("i", kv.ids), kv.capture(span, ()).parts, windows, kinds, pinned)
+    kinds = dict.fromkeys(windows, "prefix") | {span.stop: "commit"}
+    return Snapshot(span, array("i", kv.ids), kv.capture(span), windows, kinds, pinned)
 
 
 def chunk_spans(span: Span, pinned: int) -> Iterator[Span]:

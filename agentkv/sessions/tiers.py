@@ -96,9 +96,9 @@ class Tiers:
             freeable = sum(c.reserved for c in idle)
             if used - freeable + needed > self.device_budget:
                 raise CapacityExceeded(
-                    f"this turn needs {needed:,} bytes of KV on the device; {self.device_budget - used + freeable:,} of "
-                    f"the budget of {self.device_budget:,} can be freed now. Retry later, lower max_tokens, or raise "
-                    "device_budget",
+                    f"this turn needs {needed:,} bytes of KV on the device; {self.device_budget - used + freeable:,} "
+                    f"of the budget of {self.device_budget:,} can be freed now. Retry later, lower max_tokens, or "
+                    "raise device_budget",
                     needed=needed,
                     available=self.device_budget - used + freeable,
                     budget=self.device_budget,
@@ -270,8 +270,8 @@ class Tiers:
         for chunk in chunks:
             if not self.host.put(chunk.id, chunk.tobytes()):
                 raise StorageFull(
-                    f"session {core.id} stays on the device: the disk refused its KV ({self.behind.storage_error}) and host "
-                    f"memory has no room for {chunk.nbytes:,} bytes; free disk space or raise host_budget"
+                    f"session {core.id} stays on the device: the disk refused its KV ({self.behind.storage_error}) "
+                    f"and host memory has no room for {chunk.nbytes:,} bytes; free disk space or raise host_budget"
                 )
             core.held[chunk.id] = chunk.nbytes
         core.unsaved = snapshot.manifest([chunk.id for chunk in chunks])
@@ -282,9 +282,8 @@ class Tiers:
         if nbytes > self.host.budget_bytes:
             return False
         while self.host.free_bytes < nbytes:
-            others = [
-                c for c in self._cores() if c.state is SessionState.HOST and c.unsaved is None and c.idle and c is not core
-            ]
+            candidates = (c for c in self._cores() if c.state is SessionState.HOST and c is not core)
+            others = [c for c in candidates if c.unsaved is None and c.idle]
             if not others:
                 return False
             oldest = min(others, key=lambda c: c.last_used)

@@ -1,7 +1,7 @@
 """One turn: restore, render, compute, generate, commit, store. Whole or not at all.
 
-    check ─▶ render ─▶ reserve memory ─▶ make live ─▶ model thread ─▶ commit in SQL ─▶ reply ─▶ write behind
-              any failure or cancellation up to the commit: KV rolled back, nothing in SQL
+check ─▶ render ─▶ reserve memory ─▶ make live ─▶ model thread ─▶ commit in SQL ─▶ reply ─▶ write behind
+          any failure or cancellation up to the commit: KV rolled back, nothing in SQL
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Turn:
             self.events.put_nowait(error)
 
     async def _committed_turn(self) -> Done | Appended:
-        core, model, request = self._core, self._model, self._request
+        core, request = self._core, self._request
         ledger = await core.load(self._tiers.repository)
         rendered = await asyncio.to_thread(self._render)
         prompt_tokens = len(ledger) + len(rendered.ids)

@@ -239,9 +239,9 @@ def test_control_a_damaged_restore_is_seen_in_each_layer_group(bench: Bench) -> 
     for group in range(len(geometry.groups)):
 
         def reverse_keys(kv: DynamicKV, group: int = group) -> None:
-            buffers = kv.buffers(group)
-            for keys in buffers.block(buffers.window_start(kv.length), kv.length).keys:
-                keys.copy_(keys.flip(1))
+            for run in kv.visible(group):
+                for keys in kv.read(group, run).keys:
+                    keys.copy_(keys.flip(1))
 
         session = Played(bench, damage=reverse_keys)
         bench.runner.run(session.play("exact", LONG))

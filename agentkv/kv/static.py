@@ -1,0 +1,68 @@
+"""The ``static`` layout: contiguous tensors, reserved to their maximum when the session opens.
+
+Addresses never change while the session is live, which is what captured graphs and pinned transfers need. Evictions and
+window compactions move rows inside the tensors; what is captured for storing is copied.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from agentkv.errors import CapacityExceeded
+from agentkv.kv.buffers import GroupBuffers
+from agentkv.kv.contiguous import ContiguousKV
+from agentkv.kv.contract import LAYOUTS, SequenceKV
+from agentkv.kv.stepping import ContiguousLayout
+from agentkv.types import KVGeometry, LayerGroup
+
+__all__ = ["StaticKV", "StaticLayout"]
+
+
+def _capacity(group: LayerGroup, tokens: int, limit: int | None) -> int:
+    """Slots of one group: what the session may ever hold; sliding groups twice their window at most."""
+    most = max(tokens, limit or 0)
+    return most if group.window is None else min(most, 2 * group.window)
+
+
+class StaticKV(ContiguousKV):
+    """See the module's docstring."""
+
+    def __init__(
+        self, geometry: KVGeometry, device: torch.device, rebase_at: int, tokens: int, limit: int | None
+    ) -> None:
+        super().__init__(geometry, device, rebase_at, fixed=True)
+        for buffers in self._groups:
+            buffers.allocate(_capacity(buffers.group, tokens, limit))
+
+    def _room(self, buffers: GroupBuffers, used: int, more: int) -> int:
+        window = buffers.group.window
+        if window is not None and used + more > buffers.capacity:
+            # A prefill piece beside a whole window: the one case in which a sliding group outgrows its reservation.
+            return used + more
+        if used + more > buffers.capacity:
+            a_slot = self.geometry.itemsize * buffers.group.values_per_token
+            raise CapacityExceeded(
+                f"this session was opened for {buffers.capacity:,} tokens and now needs {used + more:,}: choose a "
+                "retention policy with a window, or layout='dynamic', which grows",
+                needed=(used + more) * a_slot,
+                available=buffers.capacity * a_slot,
+                budget=buffers.capacity * a_slot,
+            )
+        return buffers.capacity
+
+
+@LAYOUTS.register("static")
+class StaticLayout(ContiguousLayout):
+    """Contiguous live KV at fixed addresses; see the module's docstring."""
+
+    name = "static"
+
+    def open(self, tokens: int = 0, limit: int | None = None) -> StaticKV:
+        return StaticKV(self.geometry, self.device, self.rebase_at, tokens, limit)
+
+    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
+        if isinstance(kv, StaticKV):
+            return kv.nbytes
+        return self.geometry.itemsize * sum(
+            g.values_per_token * _capacity(g, tokens, limit) for g in self.geometry.groups
+        )
