@@ -210,7 +210,9 @@ class Engine:
 
     def step(self) -> None:
         """Plan one packed batch, run the model once, sample, hand tokens to their streams."""
-        batch = self._scheduler.plan()
+        batch = [job for job in self._scheduler.plan() if self._has_room(job)]
+        if not batch:
+            return
         try:
             rows = self._run(batch)
         except Exception as error:
@@ -219,6 +221,15 @@ class Engine:
                 self._drop(job, _as_ours(error))
             return
         self._deliver(batch, rows)
+
+    def _has_room(self, job: Job) -> bool:
+        try:
+            job.make_room()
+        except Exception as error:  # a policy may come from a third party: its fault is its own session's
+            logger.exception("a session could not evict")
+            self._drop(job, _as_ours(error))
+            return False
+        return True
 
     def _run(self, batch: Sequence[Job]) -> dict[Job, int]:
         """The model's pass: after it every job of the batch has advanced, and sampling has happened."""
@@ -231,7 +242,7 @@ class Engine:
             new = job.next_ids()
             job.kv.reserve(len(new))
             slots.append(Slot(job.kv, len(ids), len(ids) + len(new)))
-            positions.extend(range(job.kv.length, job.kv.length + len(new)))
+            positions.extend(range(job.kv.next_position, job.kv.next_position + len(new)))
             ids.extend(new)
             if job.wants_logits():
                 logit_rows.append(len(ids) - 1)

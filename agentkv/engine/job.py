@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from agentkv.engine.retention import Retention
 from agentkv.engine.sampling import Sampler, TokenLogprob
 from agentkv.kv.contract import CapturedPart, SequenceKV, Undo
 from agentkv.types import FinishReason, Span
@@ -55,8 +56,8 @@ class Job:
     """Tokens to compute behind ``kv.length``, then perhaps tokens to generate.
 
     At least one token is fed: sampling needs the logits of the last one. ``feed`` is cut into pieces of ``piece``
-    tokens counted from its start, and at each of ``resume_points`` (ledger positions): the cuts depend on the turn
-    alone, never on the load, since they show in the bits of bf16.
+    tokens counted from its start, at each of ``resume_points`` (ledger positions), and where ``retention`` evicts: the
+    cuts depend on the turn alone, never on the load, since they show in the bits of bf16.
     """
 
     kv: SequenceKV
@@ -64,6 +65,7 @@ class Job:
     piece: int
     resume_points: Sequence[int] = ()
     generation: Generation | None = None
+    retention: Retention | None = None
 
     cancelled: bool = False
     undo: Undo | None = None
@@ -86,9 +88,19 @@ class Job:
         self.started = time.perf_counter()
         self.undo = self.kv.undo_record()
         start = self.kv.length
-        cuts = [start, *(p for p in sorted(self.resume_points) if start < p < start + len(self.feed))]
-        for a, b in zip(cuts, [*cuts[1:], start + len(self.feed)], strict=True):
+        stop = start + len(self.feed)
+        points = {p for p in self.resume_points if start < p < stop}
+        if self.retention is not None:
+            evictions = self.retention.cuts(start, self.kv.placement.kept, len(self.feed))
+            points.update(p for p in evictions if p > start)
+        cuts = [start, *sorted(points)]
+        for a, b in zip(cuts, [*cuts[1:], stop], strict=True):
             self.pieces.extend(_cut(Span(a, b), self.piece))
+
+    def make_room(self) -> None:
+        """Evict, where the next token would overflow the window. On the model thread, before each step."""
+        if self.retention is not None and self.retention.full(self.kv.tokens):
+            self.kv.keep(self.retention.kept(self.kv.length, self.kv.placement.kept))
 
     @property
     def decoding(self) -> bool:
