@@ -1,7 +1,7 @@
 """When a job's session evicts: exactly when its window is full and another token is due, prefilling or decoding.
 
-Eviction points thus follow from ledger, items and policy alone, never from load or from how a prefill is split: a ledger
-that is computed again goes through the same evictions.
+Eviction points thus follow from ledger, items and policy alone, never from load or from how a prefill is split: a
+ledger that is computed again goes through the same evictions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Retention"]
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A session's policy with what it looks at. ``items`` include the turn under way; the last one may be open-ended."""
+    """A session's policy with what it looks at. ``items`` include the turn under way's; the last may be open-ended."""
 
     policy: RetentionPolicy
     pinned: Span

@@ -16,7 +16,7 @@ import torch
 
 from agentkv.kv.buffers import GroupBuffers
 from agentkv.kv.contiguous import ContiguousKV
-from agentkv.kv.contract import LAYOUTS, SequenceKV
+from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
 from agentkv.kv.stepping import ContiguousLayout
 from agentkv.types import KVGeometry, LayerGroup
 
@@ -48,7 +48,12 @@ class DynamicKV(ContiguousKV):
     """See the module's docstring."""
 
     def __init__(
-        self, geometry: KVGeometry, device: torch.device, rebase_at: int, tokens: int, limit: int | None
+        self,
+        geometry: KVGeometry,
+        device: torch.device,
+        tokens: int = 0,
+        limit: int | None = None,
+        rebase_at: int = Layout.rebase_at,
     ) -> None:
         super().__init__(geometry, device, rebase_at)
         self._limit = limit
@@ -71,7 +76,7 @@ class DynamicLayout(ContiguousLayout):
     name = "dynamic"
 
     def open(self, tokens: int = 0, limit: int | None = None) -> DynamicKV:
-        return DynamicKV(self.geometry, self.device, self.rebase_at, tokens, limit)
+        return DynamicKV(self.geometry, self.device, tokens, limit, self.rebase_at)
 
     def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
         total = 0

@@ -11,7 +11,7 @@ import torch
 from agentkv.errors import CapacityExceeded
 from agentkv.kv.buffers import GroupBuffers
 from agentkv.kv.contiguous import ContiguousKV
-from agentkv.kv.contract import LAYOUTS, SequenceKV
+from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
 from agentkv.kv.stepping import ContiguousLayout
 from agentkv.types import KVGeometry, LayerGroup
 
@@ -28,7 +28,12 @@ class StaticKV(ContiguousKV):
     """See the module's docstring."""
 
     def __init__(
-        self, geometry: KVGeometry, device: torch.device, rebase_at: int, tokens: int, limit: int | None
+        self,
+        geometry: KVGeometry,
+        device: torch.device,
+        tokens: int = 0,
+        limit: int | None = None,
+        rebase_at: int = Layout.rebase_at,
     ) -> None:
         super().__init__(geometry, device, rebase_at, fixed=True)
         for buffers in self._groups:
@@ -58,7 +63,7 @@ class StaticLayout(ContiguousLayout):
     name = "static"
 
     def open(self, tokens: int = 0, limit: int | None = None) -> StaticKV:
-        return StaticKV(self.geometry, self.device, self.rebase_at, tokens, limit)
+        return StaticKV(self.geometry, self.device, tokens, limit, self.rebase_at)
 
     def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
         if isinstance(kv, StaticKV):

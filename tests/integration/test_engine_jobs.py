@@ -160,7 +160,7 @@ class Unlucky(DynamicKV):
 
 async def test_a_job_that_cannot_begin_fails_alone(adapter: ModelAdapter) -> None:
     async with running(adapter) as (engine, layout):
-        bad = Unlucky(adapter.geometry, layout.device, layout.rebase_at, 0, None)
+        bad = Unlucky(adapter.geometry, layout.device, 0)
         handles = [engine.submit(generating(kv, prompt(9), 4)[0]) for kv in (layout.open(), bad, layout.open())]
         with pytest.raises(CapacityExceeded, match="no room for the record"):
             await handles[1].finished()
