@@ -13,9 +13,17 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from agentkv.errors import InvalidRequest, SessionNotFound, StorageError
-from agentkv.sessions.db.records import ItemRecord, LedgerConflict, SessionRecord, StoredState, TurnRecord
+from agentkv.sessions.db.records import (
+    ItemRecord,
+    LedgerConflict,
+    SessionRecord,
+    StoredState,
+    TurnRecord,
+    pack_placement,
+    unpack_placement,
+)
 from agentkv.sessions.db.schema import ItemRow, LedgerRow, SessionRow, TurnRow
-from agentkv.types import Span
+from agentkv.types import Placement, Span
 
 __all__ = [
     "commit_turn",
@@ -33,8 +41,10 @@ __all__ = [
     "update_session",
 ]
 
-_TOUCHING = frozenset({"agent_id", "metadata", "idle_codec", "model", "kv_fingerprint", "session_fingerprint"})
-_QUIET = frozenset({"state", "kv_length", "pinned"})
+_TOUCHING = frozenset(
+    {"agent_id", "metadata", "idle_codec", "model", "kv_fingerprint", "session_fingerprint", "policy"}
+)
+_QUIET = frozenset({"state", "kv_length", "pinned", "policy_since"})
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -146,6 +156,7 @@ def commit_turn(
     kv_length: int,
     pinned: int | None,
     state: StoredState | None,
+    placement: Placement | None,
 ) -> None:
     """Append one turn: ledger segment, items, turn, counters (``ids`` packed). ``LedgerConflict`` if overtaken."""
     row = session_row(db, session_id, lock=True)
@@ -159,6 +170,7 @@ def commit_turn(
     _check_lengths(session_id, kv_length=kv_length, pinned=pinned, ledger_length=span.stop)
     _append(db, session_id, span, items, ids, turn)
     row.ledger_length, row.kv_length, row.pinned = span.stop, kv_length, pinned
+    row.placement = pack_placement(placement)
     row.turns += 1
     row.updated_at = max(row.updated_at, turn.created_at)
     if state is not None:
@@ -271,11 +283,13 @@ def _check_state(state: str) -> None:
 def _session_values(record: SessionRecord) -> dict[str, Any]:
     values = {name: getattr(record, name) for name in record.__dataclass_fields__}
     values["user_metadata"] = values.pop("metadata")
+    values["placement"] = pack_placement(record.placement)
     return values
 
 
 def _session_record(row: SessionRow) -> SessionRecord:
     values = {name: getattr(row, name) for name in SessionRecord.__dataclass_fields__ if name != "metadata"}
+    values["placement"] = unpack_placement(row.placement)
     return SessionRecord(**values, metadata=row.user_metadata)
 
 

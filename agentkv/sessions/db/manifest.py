@@ -26,6 +26,8 @@ from agentkv.sessions.db.records import (
     ManifestConflict,
     ResumePoint,
     SegmentRecord,
+    pack_placement,
+    unpack_placement,
 )
 from agentkv.sessions.db.schema import ChunkRow, ResumePointRow, SegmentRow, SessionRow, TombstoneRow
 from agentkv.types import Span
@@ -38,6 +40,7 @@ __all__ = [
     "forget_chunks",
     "known_chunk_ids",
     "manifest",
+    "prune_manifest",
     "tombstoned",
     "truncate_manifest",
 ]
@@ -52,11 +55,13 @@ def append_segments(
     segments: Sequence[SegmentRecord],
     resume_points: Sequence[ResumePoint],
 ) -> None:
-    """Continue the manifest where it ends; rows of unknown chunks are made, references are counted."""
+    """Continue the manifest where it ends, or behind gaps that the session evicted; rows of unknown chunks are made, references are counted."""
     session = session_row(db, session_id, lock=True)
     end = _manifest_end(db, session_id)
+    evicts = session.placement is not None
     for segment in segments:
-        if segment.span.start != end or len(segment.span) == 0:
+        gap = segment.span.start - end
+        if gap < 0 or (gap and not evicts) or len(segment.span) == 0:
             raise ManifestConflict(
                 f"segment [{segment.span.start}, {segment.span.stop}) does not continue the manifest of {session_id}, "
                 f"which ends at {end}"
@@ -65,8 +70,12 @@ def append_segments(
     if end > session.ledger_length:
         raise ManifestConflict(f"segments reach {end}, the ledger of {session_id} has {session.ledger_length} tokens")
     for point in resume_points:
-        if not 0 <= point.position <= end:
-            raise ManifestConflict(f"resume point {point.position} lies outside the stored [0, {end}) of {session_id}")
+        # Behind the last segment lies at most what was evicted as soon as it was computed.
+        limit = end if point.placement is None else session.ledger_length
+        if not 0 <= point.position <= limit:
+            raise ManifestConflict(
+                f"resume point {point.position} lies outside the stored [0, {limit}) of {session_id}"
+            )
 
     offered = {chunk.id: chunk for chunk in chunks}
     uses = Counter(segment.chunk_id for segment in segments)
@@ -99,7 +108,15 @@ def append_segments(
     if fresh:
         db.execute(
             insert(ResumePointRow),
-            [{"session_id": session_id, "position": p.position, "kind": p.kind} for p in fresh],
+            [
+                {
+                    "session_id": session_id,
+                    "position": p.position,
+                    "kind": p.kind,
+                    "placement": pack_placement(p.placement),
+                }
+                for p in fresh
+            ],
         )
 
 
@@ -126,6 +143,31 @@ def truncate_manifest(db: Session, session_id: str, position: int) -> list[str]:
         delete(ResumePointRow).where(ResumePointRow.session_id == session_id, ResumePointRow.position > position)
     )
     return _release(db, dropped)
+
+
+def prune_manifest(db: Session, session_id: str, needed: Sequence[Span], point: int) -> list[str]:
+    """Segments that share nothing with ``needed`` go, and with them older resume points that needed them.
+
+    Returns the chunks that lost their last reference.
+    """
+    session_row(db, session_id, lock=True)
+    mine = SegmentRow.session_id == session_id
+    rows = db.execute(select(SegmentRow.start, SegmentRow.stop, SegmentRow.chunk_id).where(mine)).all()
+    gone = [row for row in rows if not any(len(Span(row.start, row.stop).intersect(span)) for span in needed)]
+    if not gone:
+        return []
+    for batch in _batches([str(row.start) for row in gone]):
+        db.execute(delete(SegmentRow).where(mine, SegmentRow.start.in_([int(start) for start in batch])))
+    left = [Span(row.start, row.stop) for row in rows if row not in gone]
+    for old in _resume_points(db, session_id):
+        held = sum(len(span.intersect(kept)) for span in left for kept in old.held.kept)
+        if old.position < point and held < old.held.tokens:
+            db.execute(
+                delete(ResumePointRow).where(
+                    ResumePointRow.session_id == session_id, ResumePointRow.position == old.position
+                )
+            )
+    return _release(db, Counter(row.chunk_id for row in gone))
 
 
 def delete_session(db: Session, session_id: str, tenant: str) -> list[str]:
@@ -183,11 +225,11 @@ def _manifest_end(db: Session, session_id: str) -> int:
 
 def _resume_points(db: Session, session_id: str) -> list[ResumePoint]:
     rows = db.execute(
-        select(ResumePointRow.position, ResumePointRow.kind)
+        select(ResumePointRow.position, ResumePointRow.kind, ResumePointRow.placement)
         .where(ResumePointRow.session_id == session_id)
         .order_by(ResumePointRow.position, ResumePointRow.kind)
     )
-    return [ResumePoint(position, kind) for position, kind in rows]
+    return [ResumePoint(position, kind, unpack_placement(packed)) for position, kind, packed in rows]
 
 
 def _locked_chunks(db: Session, ids: Sequence[str]) -> dict[str, ChunkRow]:

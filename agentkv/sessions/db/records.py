@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentkv.errors import AgentKVError
-from agentkv.types import Span
+from agentkv.types import Placement, Span
 
 __all__ = [
     "ChunkCondemned",
@@ -22,6 +22,8 @@ __all__ = [
     "StoredState",
     "TurnKind",
     "TurnRecord",
+    "pack_placement",
+    "unpack_placement",
 ]
 
 StoredState = Literal["new", "live", "host", "disk"]
@@ -53,7 +55,8 @@ class SessionRecord:
     """One session's row.
 
     ``pinned``: tokens of the pinned prefix. ``kv_length``: tokens of KV that existed at the last commit (the last
-    generated token has none yet). ``created_at``, ``updated_at``: unix seconds.
+    generated token has none yet); ``placement``: which of them are held, ``None`` for all. ``policy_since``: ledger
+    length when the policy was set. ``created_at``, ``updated_at``: unix seconds.
     """
 
     id: str
@@ -75,6 +78,13 @@ class SessionRecord:
     created_at: float
     updated_at: float
     state: StoredState = "new"
+    placement: Placement | None = None
+    policy_since: int = 0
+
+    @property
+    def held(self) -> Placement:
+        """What the KV state held at the last commit."""
+        return self.placement or Placement.whole(self.kv_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,24 +140,53 @@ class SegmentRecord:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ResumePoint:
-    """A ledger position at which everything needed to go on is stored."""
+    """A ledger position at which everything needed to go on is stored: ``placement``, where ``None`` is all."""
 
     position: int
     kind: str
+    placement: Placement | None = field(default=None, compare=False)
+
+    @property
+    def held(self) -> Placement:
+        """What a state restored to this point holds."""
+        return self.placement or Placement.whole(self.position)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A session's stored KV: segments in ledger order without a gap from 0, resume points in order."""
+    """A session's stored KV: segments and resume points, in ledger order. Gaps are what a policy has evicted."""
 
     segments: tuple[SegmentRecord, ...] = ()
     resume_points: tuple[ResumePoint, ...] = ()
 
     @property
     def length(self) -> int:
-        """Ledger tokens that the segments cover."""
-        return self.segments[-1].span.stop if self.segments else 0
+        """Ledger tokens up to which everything that was to be stored is stored."""
+        stored = self.segments[-1].span.stop if self.segments else 0
+        return max(stored, self.resume_points[-1].position) if self.resume_points else stored
 
     def followed_by(self, more: Manifest) -> Manifest:
         """This manifest continued by ``more``, which begins where this one ends."""
         return Manifest(self.segments + more.segments, self.resume_points + more.resume_points)
+
+
+def pack_placement(placement: Placement | None) -> dict[str, Any] | None:
+    """As JSON; ``None`` where everything is held at its own position."""
+    if placement is None or placement.trivial:
+        return None
+    return {
+        "length": placement.length,
+        "kept": [list(span) for span in placement.kept],
+        "bases": [list(pair) for pair in placement.bases],
+        "lineage": placement.lineage,
+        "floor": placement.floor,
+    }
+
+
+def unpack_placement(packed: dict[str, Any] | None) -> Placement | None:
+    """Back from JSON."""
+    if packed is None:
+        return None
+    kept = tuple(Span(start, stop) for start, stop in packed["kept"])
+    bases = tuple((index, base) for index, base in packed["bases"])
+    return Placement(packed["length"], kept, bases, packed["lineage"], packed["floor"])

@@ -24,7 +24,7 @@ from agentkv.sessions.db.records import (
 )
 from agentkv.sessions.db.transactions import Patience, Transactions
 from agentkv.sessions.db.upgrade import revision, upgrade
-from agentkv.types import Span
+from agentkv.types import Placement, Span
 
 __all__ = ["Repository"]
 
@@ -96,8 +96,9 @@ class Repository:
     async def update_session(self, session_id: str, tenant: str = "default", **fields: Any) -> SessionRecord:
         """Set fields that may change between turns, and return the new record.
 
-        These are ``agent_id``, ``metadata``, ``idle_codec``, ``model``, the two fingerprints, and, without touching
-        ``updated_at``, ``state``, ``kv_length``, ``pinned``. Any other raises ``InvalidRequest``.
+        These are ``agent_id``, ``metadata``, ``idle_codec``, ``model``, ``policy``, the two fingerprints, and, without
+        touching ``updated_at``, ``state``, ``kv_length``, ``pinned``, ``policy_since``. Any other raises
+        ``InvalidRequest``.
         """
         return await self._transactions.write(lambda db: ledger.update_session(db, session_id, tenant, fields))
 
@@ -120,6 +121,7 @@ class Repository:
         kv_length: int,
         pinned: int | None = None,
         state: StoredState | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """Append a turn, whole or not at all: its ids, items, the turn itself and the session's counters.
 
@@ -139,6 +141,7 @@ class Repository:
                 kv_length=kv_length,
                 pinned=pinned,
                 state=state,
+                placement=placement,
             )
         )
 
@@ -189,6 +192,13 @@ class Repository:
         Returns the chunks that lost their last reference.
         """
         return await self._transactions.write(lambda db: manifest.truncate_manifest(db, session_id, position))
+
+    async def prune_manifest(self, session_id: str, needed: Sequence[Span], point: int) -> list[str]:
+        """Drop segments outside ``needed``, and the resume points before ``point`` that are not whole any more.
+
+        Returns the chunks that lost their last reference.
+        """
+        return await self._transactions.write(lambda db: manifest.prune_manifest(db, session_id, needed, point))
 
     async def claim_garbage(self, limit: int = 100) -> list[str]:
         """Up to ``limit`` chunks without references, now marked: their files may be deleted, nobody can attach.

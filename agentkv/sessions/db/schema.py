@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 VERSION_TABLE = "agentkv_schema"
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 """Every revision this version of agentkv knows, oldest first."""
 
 _JSON = JSON(none_as_null=True)
@@ -80,6 +80,8 @@ class SessionRow(Base):
     created_at: Mapped[float] = mapped_column(Double)
     updated_at: Mapped[float] = mapped_column(Double)
     state: Mapped[str] = mapped_column(String(16))
+    placement: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+    policy_since: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class LedgerRow(Base):
@@ -171,6 +173,7 @@ class ResumePointRow(Base):
     session_id: Mapped[str] = _session_key()
     position: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(32), primary_key=True)
+    placement: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
 
 
 class TombstoneRow(Base):
