@@ -7,34 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
+    Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 __all__ = ["FAMILIES", "VOCAB", "Family", "family"]
 
 VOCAB = 131
+_SHIFTED_NORMS = {"gemma2", "gemma3_text"}
+"""Models whose norms multiply by 1 + weight."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One model family: its tiny configuration and what is special about it.
 
-    ``windows``: the reach of its layer groups, ``None`` for full attention.
+    ``windows``: the reach of its layer groups, ``None`` for full attention. ``turns``: the dimensions of each layer's
+    keys that turn with the position, 0 where none does. ``limit``: its longest context.
     """
 
     name: str
@@ -43,6 +53,9 @@ class Family:
     sinks: bool = False
     softcap: bool = False
     learned_positions: bool = False
+    turns: tuple[int, ...] = (8, 8)
+    interleaved: bool = False
+    limit: int = 256
 
     def build(self, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
         """The model in float32 with ``seed``'s weights, as transformers runs it. The same seed, the same weights."""
@@ -52,7 +65,7 @@ class Family:
         generator = torch.Generator().manual_seed(seed)
         for name, weight in model.named_parameters():
             if weight.ndim == 1 and name.endswith("weight"):
-                around = 0.0 if config.model_type.startswith("gemma") else 1.0  # Gemma's norms multiply by 1 + weight
+                around = 0.0 if config.model_type in _SHIFTED_NORMS else 1.0
                 noise = torch.randn(weight.shape, generator=generator) * 0.2 + around
             else:
                 noise = torch.randn(weight.shape, generator=generator) * 0.2
@@ -66,7 +79,7 @@ class Family:
         return self.name
 
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -79,6 +92,7 @@ _SIZES = {
     "tie_word_embeddings": False,
 }
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_FULL_LAST = ["sliding_attention", "sliding_attention", "full_attention"]
 _HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -108,6 +122,19 @@ def _gemma2() -> PreTrainedConfig:
     )
 
 
+def _gemma4() -> PreTrainedConfig:
+    return Gemma4TextConfig(
+        **{**_GROUPED, "num_hidden_layers": 3},
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=9,
+        layer_types=_FULL_LAST,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=VOCAB,
+    )
+
+
 def _gpt_oss() -> PreTrainedConfig:
     return GptOssConfig(
         **_GROUPED,
@@ -120,17 +147,50 @@ def _gpt_oss() -> PreTrainedConfig:
     )
 
 
+def _cohere2() -> PreTrainedConfig:
+    return Cohere2Config(
+        **{**_GROUPED, "num_hidden_layers": 3}, head_dim=8, sliding_window=10, layer_types=_HYBRID, logit_scale=1.0
+    )
+
+
+def _qwen3_moe() -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        **_GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+    )
+
+
+def _yarn(factor: float) -> dict[str, Any]:
+    original = int(_SIZES["max_position_embeddings"] / factor)
+    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": factor}
+    return {**rope, "original_max_position_embeddings": original}
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 96,
+}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+
 FAMILIES = (
     Family("llama", lambda: LlamaConfig(**_GROUPED, attention_bias=True, mlp_bias=True)),
     Family("mistral", lambda: MistralConfig(**_GROUPED, sliding_window=16), windows=(16,)),
     Family("qwen2", lambda: Qwen2Config(**_GROUPED)),
-    Family("qwen3", lambda: Qwen3Config(**_GROUPED, head_dim=12)),
-    Family("gemma3", _gemma3, windows=(9, None)),
-    Family("gemma2", _gemma2, windows=(11, None), softcap=True),
-    Family(
-        "gpt_neox",
-        lambda: GPTNeoXConfig(**{**_SIZES, "hidden_size": 64}, rotary_pct=0.25),
-    ),
+    Family("qwen3", lambda: Qwen3Config(**_GROUPED, head_dim=12), turns=(12, 12)),
+    Family("gemma3", _gemma3, windows=(9, None), turns=(8, 8, 8)),
+    Family("gemma2", _gemma2, windows=(11, None), softcap=True, turns=(8, 8, 8)),
+    Family("gemma4", _gemma4, windows=(9, None), turns=(8, 8, 16)),
+    Family("gpt_neox", lambda: GPTNeoXConfig(**{**_SIZES, "hidden_size": 64}, rotary_pct=0.25), turns=(4, 4)),
     Family("phi3", lambda: Phi3Config(**_GROUPED, original_max_position_embeddings=256)),
     Family(
         "gpt2",
@@ -138,8 +198,23 @@ FAMILIES = (
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=None, eos_token_id=None
         ),
         learned_positions=True,
+        turns=(),
     ),
     Family("gpt_oss", _gpt_oss, windows=(13, None), sinks=True),
+    Family("qwen3_moe", _qwen3_moe),
+    Family("glm", lambda: GlmConfig(**_GROUPED, head_dim=8), turns=(4, 4), interleaved=True),
+    Family("cohere2", _cohere2, windows=(10, None), turns=(8, 0, 8), interleaved=True),
+    Family("smollm3", lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0]), turns=(8, 0)),
+    Family("olmo2", lambda: Olmo2Config(**_GROUPED)),
+    Family("llama_llama3", lambda: LlamaConfig(**_GROUPED, rope_parameters=_LLAMA3)),
+    Family("llama_yarn", lambda: LlamaConfig(**_GROUPED, rope_parameters=_yarn(4.0))),
+    Family("qwen2_yarn", lambda: Qwen2Config(**_GROUPED, rope_parameters=_yarn(8.0))),
+    Family("llama_dynamic", lambda: LlamaConfig(**_GROUPED, rope_parameters=_DYNAMIC)),
+    Family(
+        "phi3_longrope",
+        lambda: Phi3Config(**_GROUPED, original_max_position_embeddings=96, rope_parameters=_LONGROPE),
+        limit=96,
+    ),
 )
 
 

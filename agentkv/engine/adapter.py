@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from agentkv.engine.rotations import Projections, find_rotations, probe_positions
 from agentkv.errors import Unsupported
 from agentkv.kv.contract import AttentionTraits, Layout
 from agentkv.types import KVGeometry, LayerGroup
@@ -75,6 +76,7 @@ class _StepCache:
         self.meta = meta
         self.calls: dict[int, _LayerCall] = {}
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self.seen: dict[int, Projections] = {}
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -127,7 +129,7 @@ def _attention(
         traits = AttentionTraits(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap, s_aux)
         return _probe(cache, module, query, key, value, sliding_window, traits), None
     traits = module.agentkv_traits
-    return cache.layout.attend(module.layer_idx, query[0], cache.meta, traits)[None], None
+    return cache.layout.attend(module.layer_idx, query[0], cache.meta, traits)[None].contiguous(), None
 
 
 def _probe(
@@ -139,16 +141,17 @@ def _probe(
     window: int | None,
     traits: AttentionTraits,
 ) -> Tensor:
-    """Record what the layer asks for; the output is any finite tensor of the right shape."""
+    """Record what the layer asks for and is given. The output is finite, and does not depend on positions."""
     layer = module.layer_idx
     stored = cache.stored.get(layer)
     if stored is None or stored[0] is not key or stored[1] is not value:
         name = f"{type(module).__name__} of layer {layer}"
         raise Unsupported(name, "it attends to other keys than those it stores (shared or compressed KV)")
+    cache.seen[layer] = Projections(query[0], key[0], value[0])
     cache.calls[layer] = _LayerCall(key.shape[1], key.shape[3], value.shape[3], window, traits)
     module.agentkv_traits = traits
     fold = query.shape[1] // key.shape[1]
-    return value.repeat_interleave(fold, dim=1).transpose(1, 2)
+    return value.repeat_interleave(fold, dim=1).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -158,16 +161,18 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 class ModelAdapter:
     """A causal language model behind the packed-step interface. Used by the model thread only.
 
-    Raises ``Unsupported``, naming the feature, for models that cannot be right here.
+    ``context_limit``: tokens that a session may hold, as the model was made; where a longer context would change its
+    rotary frequencies, no more than keep them. Raises ``Unsupported``, naming the feature, for models that cannot be
+    right here.
     """
 
     model: PreTrainedModel
     geometry: KVGeometry = field(init=False)
     vocab_size: int = field(init=False)
     context_limit: int | None = field(init=False)
+    _switch: int | None = field(init=False)
     _running: _Running = field(init=False, default_factory=_Running)
     _cache_argument: str = field(init=False)
-    _arange: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         model = self.model
@@ -185,26 +190,31 @@ class ModelAdapter:
             if hasattr(module, "layer_idx"):
                 module.agentkv_running = self._running  # type: ignore[assignment]
         limit = getattr(config, "max_position_embeddings", None)
-        self.context_limit = int(limit) if limit else None
+        self._switch = _rope_switch(config)
+        self.context_limit = min((int(n) for n in (limit, self._switch) if n), default=None)
         self.vocab_size = int(config.vocab_size)
-        calls = self._probe_layers()
-        self.geometry = _geometry(calls, config, model.dtype)
+        positions = probe_positions(self.context_limit)
+        still, moved = self._probe([0] * len(positions)), self._probe(positions)
+        self.geometry = _geometry(still.calls, config, model.dtype, self.context_limit)
+        rotations, fixed = find_rotations(model, still.seen, moved.seen, positions)
+        self.geometry = replace(self.geometry, rotations=rotations, fixed=fixed)
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.device
 
-    def _probe_layers(self) -> dict[int, _LayerCall]:
+    def _probe(self, positions: Sequence[int]) -> _StepCache:
+        """Run a few tokens, the same ones each time, and look at each layer's attention call."""
         cache = _StepCache(None, None)
         try:
-            self._forward([0, 0], [0, 1], [1], cache)
+            self._forward(range(1, len(positions) + 1), positions, [0, 1], cache)
         except Unsupported:
             raise
         except Exception as error:
             reason = f"its forward does not run on a packed row ({type(error).__name__}: {error})"
             raise Unsupported(self.model.config.model_type, reason) from error
-        return cache.calls
+        return cache
 
     def _forward(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int], cache: _StepCache) -> Tensor:
         device = self.device
@@ -212,8 +222,8 @@ class ModelAdapter:
         try:
             with torch.inference_mode():
                 output = self.model(
-                    input_ids=torch.tensor([ids], device=device),
-                    position_ids=torch.tensor([positions], device=device),
+                    input_ids=torch.tensor([list(ids)], device=device),
+                    position_ids=torch.tensor([list(positions)], device=device),
                     logits_to_keep=torch.tensor(rows, device=device),
                     use_cache=True,
                     return_dict=True,
@@ -232,6 +242,8 @@ class ModelAdapter:
         that belongs to no session.
         """
         ids, positions = list(step.ids), list(step.positions)
+        if self._switch is not None and max(positions) >= self._switch:
+            raise ValueError(f"position {max(positions)} would change the rotation of all keys from {self._switch} on")
         if len(ids) == 1:
             ids.append(ids[0])
             positions.append(positions[0])
@@ -249,17 +261,13 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
         raise Unsupported("an adapter (LoRA)", "merge it into the weights first")
     if _uses_alibi(model, config):
         raise Unsupported("ALiBi", f"{name} adds a distance to its attention scores")
-    if getattr(model, "_is_stateful", False):
+    types = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) and not (types and types <= _LAYER_TYPES):
         raise Unsupported("recurrent state", f"{name} carries some beside its keys and values")
     if not getattr(model, "_supports_attention_backend", False):
         raise Unsupported(name, "its attention does not go through transformers' attention interface")
-    types = set(getattr(config, "layer_types", None) or ())
     if types - _LAYER_TYPES:
         raise Unsupported(f"layer type {', '.join(sorted(types - _LAYER_TYPES))}", f"found in {name}")
-    for rope in _rope_parameters(config):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind in ("dynamic", "longrope"):
-            raise Unsupported(f"rope type {kind!r}", "stored keys would depend on the length at which they were made")
 
 
 def _uses_alibi(model: PreTrainedModel, config: Any) -> bool:
@@ -269,6 +277,25 @@ def _uses_alibi(model: PreTrainedModel, config: Any) -> bool:
     return bool(declared) or any("alibi" in name for name in dir(type(model.base_model)))
 
 
+def _rope_switch(config: Any) -> int | None:
+    """The context length up to which rotary frequencies stay what they are; ``None`` where nothing changes them.
+
+    longrope (https://arxiv.org/abs/2402.13753) takes other factors for a longer context, dynamic NTK another base; both
+    for all of its tokens, so that keys stored before would be wrong.
+    """
+    switches: list[int] = []
+    for rope in _rope_parameters(config):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            if not original:
+                raise Unsupported("rope type 'longrope'", "its configuration does not say where it changes")
+            switches.append(int(original))
+        elif kind == "dynamic":
+            switches.append(int(config.max_position_embeddings))
+    return min(switches, default=None)
+
+
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     rope = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(v, dict) for v in rope.values()):
@@ -276,19 +303,22 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [rope] if rope else []
 
 
-def _geometry(calls: dict[int, _LayerCall], config: Any, dtype: torch.dtype) -> KVGeometry:
+def _geometry(calls: dict[int, _LayerCall], config: Any, dtype: torch.dtype, limit: int | None) -> KVGeometry:
     """Layer groups from what the layers asked for, checked against what the configuration says."""
     expected = int(config.num_hidden_layers)
     if sorted(calls) != list(range(expected)):
         missing = sorted(set(range(expected)) - set(calls))
         raise Unsupported(f"{config.model_type} layers {missing}", "they have no key/value attention we can see")
     types = getattr(config, "layer_types", None)
+    declared = None if types else getattr(config, "sliding_window", None)
     groups: dict[tuple[int | None, int, int, int], list[int]] = {}
     for layer, call in sorted(calls.items()):
         if types and (types[layer] == "sliding_attention") != (call.window is not None):
             raise Unsupported(
                 f"{config.model_type} layer {layer}", f"declared {types[layer]}, but asks for window {call.window}"
             )
+        if declared and call.window is None and (limit is None or declared < limit):
+            raise Unsupported(f"{config.model_type} layer {layer}", f"its window of {declared} is in a mask only")
         groups.setdefault((call.window, call.kv_heads, call.key_dim, call.value_dim), []).append(layer)
     return KVGeometry(
         tuple(LayerGroup(tuple(layers), window, heads, kd, vd) for (window, heads, kd, vd), layers in groups.items()),
