@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from driving import Gate, Hooked, adapted, generating, prompt, running
+from driving import CPU, Gate, Hooked, adapted, generating, prompt, running
 from families import FAMILIES, VOCAB, Family, family
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentkv.engine.adapter import ModelAdapter, StepInput
 from agentkv.kv.contract import Layout
-from agentkv.kv.dynamic import DynamicKV
+from agentkv.kv.dynamic import DynamicKV, DynamicLayout
 
 TOLERANCE = 1e-3
 """Largest difference of a logit; their standard deviation is about 1, float32 noise here below 2e-5."""
@@ -86,7 +86,34 @@ def test_the_layer_groups_are_those_of_the_family(family: Family) -> None:
     adapter = adapted(family)
     assert {group.window for group in adapter.geometry.groups} == set(family.windows)
     assert adapter.vocab_size == VOCAB
-    assert adapter.context_limit == 256
+    assert adapter.context_limit == family.limit
+
+
+@pytest.mark.parametrize("name", ["phi3_longrope", "llama_dynamic", "llama_yarn"])
+async def test_up_to_the_last_position_of_the_context_the_engine_equals_generate(name: str) -> None:
+    """One more would change the first two's frequencies, and with them all keys."""
+    ids = prompt(family(name).limit - 6)
+    expected = by_transformers(family(name).build(), ids, 6)
+    adapter = adapted(family(name))
+    async with running(adapter) as (engine, layout):
+        kv = layout.open()
+        job, recorder = generating(kv, ids, 6, piece=40)
+        result = await engine.submit(job).finished()
+    assert result is not None
+    compare(expected, result.tokens, recorder.rows)
+
+
+@pytest.mark.parametrize("name", ["phi3_longrope", "llama_dynamic"])
+def test_no_step_goes_where_the_frequencies_change(name: str) -> None:
+    """Control: transformers' own logits of the tokens before are others as soon as one more follows."""
+    model, limit = family(name).build(), family(name).limit
+    row = torch.tensor([prompt(limit + 1)])
+    shorter, longer = model(row[:, :-1]).logits[0], model(row).logits[0, :-1]
+    assert (longer - shorter).abs().max() > 10 * TOLERANCE
+    adapter = adapted(family(name))
+    layout = DynamicLayout(adapter.geometry, CPU)
+    with pytest.raises(ValueError, match=f"position {limit} would change the rotation of all keys"):
+        adapter.run(StepInput([1, 2], [0, limit], [1]), layout, layout.plan([]))
 
 
 PROMPTS = (1, 2, 57, 5, 9, 14, 23, 40)
@@ -148,9 +175,9 @@ async def test_windows_at_resume_points_are_the_keys_transformers_caches(family:
 
 def reverse_keys(kv: DynamicKV) -> None:
     for index in range(len(kv.geometry.groups)):
-        buffers = kv.buffers(index)
-        for keys in buffers.block(buffers.window_start(kv.length), kv.length).keys:
-            keys.copy_(keys.flip(1))
+        for run in kv.visible(index):
+            for keys in kv.read(index, run).keys:
+                keys.copy_(keys.flip(1))
 
 
 class OffByOne(ModelAdapter):
@@ -189,7 +216,7 @@ async def test_control_positions_off_by_one_do_not_pass(family: Family) -> None:
     assert not await passes(family, OffByOne(family.build()))
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gemma2", "gemma4", "gpt_oss", "cohere2"])
 @pytest.mark.parametrize("off", [-1, 1])
 async def test_control_windows_off_by_one_do_not_pass(name: str, off: int) -> None:
     adapter = adapted(family(name))

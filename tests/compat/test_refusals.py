@@ -10,15 +10,18 @@ from families import VOCAB, family
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    BambaConfig,
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
     FalconH1Config,
     Gemma3TextConfig,
-    LlamaConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     MambaConfig,
+    MiniMaxConfig,
     MptConfig,
-    Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
@@ -29,7 +32,7 @@ from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
-from agentkv.engine.adapter import ModelAdapter
+from agentkv.engine.adapter import ModelAdapter, StepInput
 from agentkv.errors import InvalidRequest, Unsupported
 
 SIZES = {
@@ -59,30 +62,6 @@ def falcon() -> PreTrainedConfig:
     return FalconConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, multi_query=False
     )
-
-
-def dynamic_rope() -> PreTrainedConfig:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    return LlamaConfig(**SIZES, rope_parameters=rope)
-
-
-def dynamic_rope_in_one_layer_type() -> PreTrainedConfig:
-    rope = {
-        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    }
-    return Gemma3TextConfig(**SIZES, rope_parameters=rope)
-
-
-def longrope() -> PreTrainedConfig:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": 64,
-    }
-    return Phi3Config(**SIZES, original_max_position_embeddings=64, rope_parameters=rope)
 
 
 def mamba() -> PreTrainedConfig:
@@ -135,18 +114,49 @@ def bidirectional() -> PreTrainedConfig:
     return Gemma3TextConfig(**SIZES, use_bidirectional_attention=True)
 
 
+def bamba() -> PreTrainedConfig:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    return BambaConfig(**sizes, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, attn_layer_indices=[1])
+
+
+def granite_hybrid(*layer_types: str) -> PreTrainedConfig:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    return GraniteMoeHybridConfig(
+        **sizes, layer_types=list(layer_types), mamba_n_heads=4, mamba_d_head=16, num_local_experts=0
+    )
+
+
+def granite_with_mamba() -> PreTrainedConfig:
+    return granite_hybrid("mamba", "attention")
+
+
+def lfm2() -> PreTrainedConfig:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    return Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
+
+
+def minimax() -> PreTrainedConfig:
+    return MiniMaxConfig(**SIZES, layer_types=["linear_attention", "full_attention"], num_local_experts=2)
+
+
+def masked_window() -> PreTrainedConfig:
+    return PhimoeConfig(**SIZES, sliding_window=16, num_local_experts=2)
+
+
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
         (bloom, "ALiBi"),
         (mpt, "ALiBi"),
         (falcon, "ALiBi"),
-        (dynamic_rope, "rope type 'dynamic'"),
-        (dynamic_rope_in_one_layer_type, "rope type 'dynamic'"),
-        (longrope, "rope type 'longrope'"),
         (mamba, "recurrent state"),
         (falcon_h1, "recurrent state"),
         (qwen3_next, "recurrent state"),
+        (bamba, "recurrent state"),
+        (granite_with_mamba, "recurrent state"),
+        (lfm2, "layer type conv"),
+        (minimax, "layer type linear_attention"),
+        (masked_window, "phimoe layer 0"),
         (llama4, "layer type chunked_attention"),
         (gemma3n, "Gemma3nTextAttention of layer 2"),
         (deepseek, "DeepseekV3Attention of layer 0"),
@@ -160,6 +170,36 @@ def test_refused_by_name(config: Callable[[], PreTrainedConfig], feature: str) -
         ModelAdapter(model)
     assert caught.value.feature == feature
     assert str(caught.value).startswith(f"{feature} is not supported: ")
+
+
+def test_longrope_that_does_not_say_where_it_changes_is_refused_by_name() -> None:
+    model = family("phi3_longrope").build()
+    del model.config.rope_parameters["original_max_position_embeddings"]
+    with pytest.raises(Unsupported, match="rope type 'longrope' is not supported: its configuration does not say"):
+        ModelAdapter(model)
+
+
+def test_a_hybrid_of_attention_layers_only_has_no_recurrent_state() -> None:
+    model = AutoModelForCausalLM.from_config(granite_hybrid("attention", "attention"), dtype=torch.float32)
+    assert ModelAdapter(model).geometry.fixed is None
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    config = PhimoeConfig(**{**SIZES, "max_position_embeddings": 64}, sliding_window=64, num_local_experts=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert [group.window for group in ModelAdapter(model).geometry.groups] == [None]
+
+
+def test_dynamic_rope_in_one_layer_type_ends_the_context_where_it_changes() -> None:
+    rope = {
+        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    model = AutoModelForCausalLM.from_config(Gemma3TextConfig(**SIZES, rope_parameters=rope), dtype=torch.float32)
+    adapter = ModelAdapter(model)
+    assert adapter.context_limit == SIZES["max_position_embeddings"]
+    with pytest.raises(ValueError, match="position 128 would change the rotation"):
+        adapter.run(StepInput([1, 2], [0, 128], [1]), None, None)
 
 
 def test_encoder_decoder_is_refused_by_name() -> None:
