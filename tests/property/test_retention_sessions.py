@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from agentkv.errors import InvalidRequest
@@ -70,7 +70,7 @@ def conversations(draw: st.DrawFn) -> Conversation:
     at = head = draw(st.sampled_from([0, 0, 1, 3, 5, 12]))
     if head and draw(st.booleans()):
         items.append(ItemView(Span(0, head), "system", "message", 0))
-    for turn in range(1, draw(st.integers(0, 8)) + 1):
+    for turn in range(1, draw(st.sampled_from([0, 1, 3, 6, 9, 12])) + 1):
         kinds = draw(st.lists(st.sampled_from(["message", "tool_call", "tool_result"]), min_size=1, max_size=5))
         for kind in kinds:
             at += draw(gaps)
@@ -96,10 +96,11 @@ def windowed(draw: st.DrawFn) -> RetentionPolicy:
 
 
 turn_windows = st.builds(
-    lambda window, drop, turns: TurnWindow(window, drop, turns),
-    st.integers(24, 120),
+    lambda window, drop, turns, share: TurnWindow(window, drop, turns, window // share),
+    st.integers(24, 80),
     st.booleans(),
-    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([8, 4, 3]),
 )
 
 
@@ -299,6 +300,8 @@ texts = st.one_of(st.text(), st.sampled_from(["none", "True", "4k", "a=b", "a:b,
         texts,
     )
 )
+@example(Own(64, "none", None, "none"))
+@example(Own(64, "4k", 4, "True"))
 def test_text_and_back_is_the_same_for_a_policy_of_any_fields(policy: Own) -> None:
     again = parse_policy(policy_text(policy))
     assert again == policy
