@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import AgentKVError
+from agentkv.policies.retention import Full, RetentionPolicy, SinkWindow, SlidingWindow, TurnWindow
 from agentkv.types import RestoreReport, SuspendReport, Usage
 
 if TYPE_CHECKING:
@@ -23,14 +24,19 @@ __all__ = [
     "AgentKV",
     "AgentKVError",
     "Done",
+    "Full",
     "Item",
     "Reply",
     "RestoreReport",
+    "RetentionPolicy",
     "Session",
     "SessionInfo",
     "Settings",
+    "SinkWindow",
+    "SlidingWindow",
     "SuspendReport",
     "TextDelta",
+    "TurnWindow",
     "Usage",
 ]
 

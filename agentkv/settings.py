@@ -56,7 +56,11 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Dtype of weights and KV; `auto` is that of the checkpoint."
     )
-    layout: Literal["auto", "dynamic"] = Field("auto", description="How live KV is stored; `auto` chooses by device.")
+    layout: str = Field(
+        "auto",
+        description="How live KV is stored: `dynamic`, `static`, `paged`, `offloaded`; `auto` chooses by device.",
+    )
+    default_policy: str = Field("full", description="Retention policy of sessions that name none, e.g. `sink:4096`.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: one a core.")
     database: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in the home folder.")
     offline: bool = Field(False, description="Never touch the network; models must be local already.")

@@ -199,6 +199,9 @@ class RestoreReport:
     ``source``: ``new`` (nothing was stored), ``device``, ``host``, ``disk``, or ``recompute`` (stored KV existed or
     should have, none of it was usable). ``tokens`` of KV were reused from there; ``reason`` says why anything had to
     be recomputed, else ``None``. ``seconds`` is the time until the state was live; ``codec`` that of the chunks read.
+    ``recompute``, where a session that evicts had tokens recomputed: ``replay`` computed the ledger again through the
+    policy, which gives the state that was lost; ``retained`` computed the retained tokens alone, as if nothing had ever
+    been between them.
     """
 
     source: Literal["new", "device", "host", "disk", "recompute"]
@@ -207,6 +210,7 @@ class RestoreReport:
     codec: str | None = None
     reason: str | None = None
     recomputed_tokens: int = 0
+    recompute: Literal["replay", "retained"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

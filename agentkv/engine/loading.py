@@ -41,6 +41,11 @@ class LoadedModel:
     piece: int
 
     @property
+    def forgets(self) -> bool:
+        """Whether some layers see a sliding window only."""
+        return any(group.window is not None for group in self.adapter.geometry.groups)
+
+    @property
     def context_limit(self) -> int:
         """Tokens that a conversation may have; a very large number where the model names no limit."""
         return self.adapter.context_limit or 2**31 - 1

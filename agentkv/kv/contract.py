@@ -226,6 +226,9 @@ class Layout(ABC, Generic[Meta]):
     rebase_at: int = 100_000
     """Once the next position is beyond this, the next eviction starts counting anew: models make angles in float32."""
 
+    reserves: bool = False
+    """Whether a state takes the memory for all it will ever hold when it opens."""
+
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
         self.geometry = geometry
         self.device = device

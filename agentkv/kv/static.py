@@ -61,6 +61,7 @@ class StaticLayout(ContiguousLayout):
     """Contiguous live KV at fixed addresses; see the module's docstring."""
 
     name = "static"
+    reserves = True
 
     def open(self, tokens: int = 0, limit: int | None = None) -> StaticKV:
         return StaticKV(self.geometry, self.device, tokens, limit, self.rebase_at)

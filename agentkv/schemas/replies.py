@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from agentkv.types import FinishReason, RestoreReport, SessionState, Span, Tier, Usage
 
-__all__ = ["Done", "Event", "Item", "Logprob", "Reply", "SessionInfo", "TextDelta"]
+__all__ = ["Done", "Event", "Item", "ItemState", "Logprob", "Reply", "SessionInfo", "TextDelta"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,27 @@ Event = TextDelta | Done
 
 
 @dataclass(frozen=True, slots=True)
+class ItemState:
+    """One item and how much of it is in the KV state: ``kept`` of its tokens. ``evicted``: nothing of it."""
+
+    id: str
+    turn: int
+    role: str
+    kind: str
+    span: Span
+    kept: int
+    evicted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SessionInfo:
     """A session as it is now.
 
     ``ledger_tokens``: the conversation's length. ``kv_tokens``: of which have KV, on the device if ``state`` is
     ``live``. ``stored_tokens``: of which are on disk. Bytes: reserved on the device, encoded in host memory, encoded
-    on disk. ``kept`` and ``evicted``: spans of the ledger that the retention policy holds or gave up.
+    on disk. ``kept`` and ``evicted``: spans of the ledger that the retention policy holds or gave up, ``items`` the
+    same item by item. ``next_position``: at which the next token will be computed. ``bytes_by_layers``: bytes of the
+    held tokens' KV, by layer group (``full…``, ``sliding:…``).
     """
 
     id: str
@@ -101,6 +116,9 @@ class SessionInfo:
     pinned: Span
     kept: tuple[Span, ...]
     evicted: tuple[Span, ...]
+    items: tuple[ItemState, ...]
+    next_position: int
+    bytes_by_layers: Mapping[str, int]
     device_bytes: int
     host_bytes: int
     disk_bytes: int

@@ -14,6 +14,7 @@ from typing import Any
 from agentkv.engine.templates import ChatTemplate, LastRole
 from agentkv.errors import Closed, SessionBusy
 from agentkv.kv.contract import CapturedPart, SequenceKV
+from agentkv.policies.retention import ItemView, RetentionPolicy, parse_policy
 from agentkv.schemas.messages import Message, ToolCall
 from agentkv.sessions.db.records import ItemRecord, Manifest, SessionRecord
 from agentkv.sessions.db.repository import Repository
@@ -52,6 +53,7 @@ class SessionCore:
     last_used: float = field(default_factory=time.monotonic)
     deleted: bool = False
     items: int = 0
+    views: list[ItemView] = field(default_factory=list)
     last_item: ItemRecord | None = None
     last_calls: tuple[ToolCall, ...] = ()
     last_finish: str | None = None
@@ -113,6 +115,7 @@ class SessionCore:
     async def load(self, repository: Repository) -> array[int]:
         """The ledger, and what the next turn must know of the last one. Call with the gate held."""
         if self.ledger is None:
+            self.views = []
             items, last_turn, ledger = await asyncio.gather(
                 repository.items(self.id), repository.last_turn(self.id), repository.ledger(self.id)
             )
@@ -125,9 +128,29 @@ class SessionCore:
         """Keep what the next turn's rendering needs of newly committed items."""
         for item in items:
             self.items = item.seq + 1
+            self.views.append(ItemView(item.span, item.role, item.kind, item.turn))
             self.last_item = item
             if item.role == "assistant" and item.kind != "tokens":
                 self.last_calls = Message.from_canonical(item.content).tool_calls
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """What stays in its KV state. ``InvalidRequest`` where the policy is not installed any more."""
+        return parse_policy(self.record.policy)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether its KV state is, or will be, less than its ledger."""
+        return self.policy.window is not None or self.record.placement is not None
+
+    def limit(self, context: int) -> int:
+        """Tokens that its KV state ever holds, where the model attends to ``context``."""
+        return self.policy.window or context
+
+    @property
+    def held_tokens(self) -> int:
+        """Ledger tokens that the next turn starts from: held at the last commit, or without KV yet."""
+        return self.record.held.tokens + self.record.ledger_length - self.record.kv_length
 
     @property
     def last_role(self) -> LastRole | None:

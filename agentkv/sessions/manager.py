@@ -8,12 +8,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from agentkv.codecs import CODECS
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.templates import ChatTemplate
-from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound
+from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound, Unsupported
+from agentkv.policies.retention import RetentionPolicy, check_fits, parse_policy, policy_text
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Event
 from agentkv.sessions.core import SessionCore
@@ -23,7 +25,7 @@ from agentkv.sessions.session import Session
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
 from agentkv.settings import Settings
-from agentkv.types import RestoreReport, SessionState, Span
+from agentkv.types import Placement, RestoreReport, SessionState, Span, Tier
 
 __all__ = ["Sessions"]
 
@@ -31,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TENANT = "default"
-_POLICIES = ("full",)
 
 
 class Sessions:
@@ -55,7 +56,7 @@ class Sessions:
         system: str | None = None,
         *,
         agent_id: str | None = None,
-        policy: str = "full",
+        policy: str | RetentionPolicy | None = None,
         idle_codec: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
@@ -63,11 +64,13 @@ class Sessions:
     ) -> Session:
         """A new conversation. System prompt, tools and template arguments are frozen with it.
 
-        Raises ``InvalidRequest`` for what the template or this runtime cannot honour.
+        ``policy``: what stays in the KV state, ``SinkWindow(4096)`` or its text ``"sink:4096"``; by default
+        ``Settings.default_policy``. Raises ``InvalidRequest`` for what the template, the model or this runtime cannot
+        honour.
         """
         self._check_open()
-        if policy not in _POLICIES:
-            raise InvalidRequest(f"unknown policy {policy!r}; known: {', '.join(_POLICIES)}", param="policy")
+        retention = parse_policy(self._settings.default_policy if policy is None else policy)
+        self._check_movable(retention)
         codec = idle_codec or self._settings.idle_codec
         CODECS.get(codec)
         if system is not None and not isinstance(system, str):
@@ -80,7 +83,7 @@ class Sessions:
             model=self._model.name,
             kv_fingerprint=self._model.fingerprints.kv,
             session_fingerprint=self._model.fingerprints.session,
-            policy=policy,
+            policy=policy_text(retention),
             idle_codec=codec,
             system=system,
             tools=[dict(tool) for tool in tools] if tools else None,
@@ -100,19 +103,35 @@ class Sessions:
             raise ContextTooLong(
                 tokens=len(head) + 1, limit=limit, advice="system prompt and tools alone exceed it; shorten them"
             )
+        check_fits(retention, Span(0, len(head)), limit)
         items, turn = _head_records(system, head, now)
-        core.record = SessionRecord(
-            **{
-                **{name: getattr(record, name) for name in SessionRecord.__dataclass_fields__},
-                "pinned": len(head),
-                "ledger_length": len(head),
-                "turns": 1 if turn else 0,
-            }
-        )
+        core.record = replace(record, pinned=len(head), ledger_length=len(head), turns=1 if turn else 0)
         await self.repository.create_session(core.record, items, head, turn)
         core.template = template
         self._cores[core.id] = core
         return Session(core, self)
+
+    def _check_movable(self, policy: RetentionPolicy) -> None:
+        fixed = self._model.adapter.geometry.fixed
+        if policy.window is not None and fixed is not None:
+            raise Unsupported(
+                f"policy {policy.name!r} with {self._model.name!r}",
+                f"{fixed}, so that nothing can be evicted: use 'full'",
+                param="policy",
+            )
+
+    async def set_policy(self, core: SessionCore, policy: str | RetentionPolicy) -> None:
+        """See ``Session.set_policy``."""
+        retention = parse_policy(policy)
+        self._check_movable(retention)
+        async with core.turn(None):
+            check_fits(retention, Span(0, core.record.pinned), self._model.context_limit)
+            core.record = await self.repository.update_session(
+                core.id, policy=policy_text(retention), policy_since=core.record.ledger_length
+            )
+        if core.kv is not None and self.tiers.layout.reserves:
+            # Reserved for the old policy's window: the next turn restores it into one of the right size.
+            await self.tiers.suspend(core, Tier.HOST)
 
     def _head(self, core: SessionCore) -> tuple[ChatTemplate | None, list[int]]:
         if self._model.tokenizer is None:
@@ -204,6 +223,16 @@ class Sessions:
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    def bytes_by_layers(self, placement: Placement) -> dict[str, int]:
+        """Bytes of KV that a state with this placement holds, by layer group."""
+        geometry = self._model.adapter.geometry
+        sizes: dict[str, int] = {}
+        for group in geometry.groups:
+            sliding = min(placement.length - placement.floor, group.window or 0)
+            tokens = placement.tokens if group.window is None else sliding
+            sizes[group.name] = sizes.get(group.name, 0) + tokens * group.values_per_token * geometry.itemsize
+        return sizes
 
     def tracked(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that ``close`` waits for."""

@@ -79,46 +79,57 @@ class ChunkReader:
         self._per_thread = _PerThread()
         self._windows = [g.window for g in layout.geometry.groups]
 
-    async def restore(self, manifest: Manifest, ledger: array[int], room: int) -> Restored:
+    async def restore(
+        self, manifest: Manifest, ledger: array[int], room: int, *, limit: int | None = None, points: bool = False
+    ) -> Restored:
         """Build the state at the manifest's last resume point, or the last one that is intact.
 
-        ``room``: tokens to reserve beyond. Chunks are looked for in host memory, then on disk.
+        ``room``: tokens to reserve beyond; ``limit``: tokens that the state will ever hold. ``points``: only resume
+        points will do, since the session evicts. Chunks are looked for in host memory, then on disk.
         """
         fault: ChunkFault | None = None
         usable = manifest.length
+        anywhere = not points and all(window is None for window in self._windows)
         while True:
-            point = self._resume_point(manifest, usable)
-            wanted = [s for s in manifest.segments if s.span.start < point]
-            attempt = await self._attempt(wanted, ledger, point, room)
+            placement = Placement.whole(usable) if anywhere else self._last_point(manifest, usable)
+            kv = self._layout.open(0, limit)
+            attempt = await self._attempt(kv, manifest, ledger, placement, room)
             if attempt.fault is None:
                 return Restored(attempt.kv, attempt.source, attempt.codecs, fault, usable)
             fault, usable = attempt.fault, attempt.usable
-            if all(window is None for window in self._windows):
+            if anywhere:
                 # Every prefix of full attention is a state: keep what is decoded.
                 attempt.kv.restored(ledger[:usable])
                 return Restored(attempt.kv, attempt.source, attempt.codecs, fault, usable)
             attempt.kv.close()
 
-    def _resume_point(self, manifest: Manifest, usable: int) -> int:
-        if all(window is None for window in self._windows):
-            return usable
-        return max((p.position for p in manifest.resume_points if p.position <= usable), default=0)
+    @staticmethod
+    def _last_point(manifest: Manifest, usable: int) -> Placement:
+        points = [point for point in manifest.resume_points if point.position <= usable]
+        return max(points, key=lambda point: point.position).held if points else Placement()
+
+    def _needed(self, placement: Placement, group: int) -> tuple[Span, ...]:
+        """Ledger positions that a state there holds in one layer group."""
+        window = self._windows[group]
+        if window is None:
+            return placement.kept
+        start = max(placement.floor, placement.length - window)
+        return (Span(start, placement.length),) if start < placement.length else ()
 
     async def _attempt(
-        self,
-        segments: Sequence[SegmentRecord],
-        ledger: array[int],
-        point: int,
-        room: int,
+        self, kv: SequenceKV, manifest: Manifest, ledger: array[int], placement: Placement, room: int
     ) -> Restored:
-        kv = self._layout.open()
-        kv.place(Placement.whole(point), room)
+        kv.place(placement, room)
+        needed = [self._needed(placement, group) for group in range(len(self._windows))]
+        segments = [
+            s for s in manifest.segments if any(len(s.span.intersect(span)) for spans in needed for span in spans)
+        ]
         chains = _chain_starts(ledger, segments)
         loop = asyncio.get_running_loop()
         try:
             results = await asyncio.gather(
                 *(
-                    loop.run_in_executor(self._executor, self._segment, kv, segment, chain, ledger, point)
+                    loop.run_in_executor(self._executor, self._segment, kv, segment, chain, ledger, placement, needed)
                     for segment, chain in zip(segments, chains, strict=True)
                 )
             )
@@ -126,16 +137,16 @@ class ChunkReader:
             # Workers may still be writing into the buffers; they hold them, and nobody else will.
             kv.close()
             raise
-        fault, usable = None, point
+        fault, usable = None, placement.length
         for segment, outcome in zip(segments, results, strict=True):
             if isinstance(outcome, ChunkFault):
                 fault, usable = outcome, segment.span.start
                 break
         good = [outcome for outcome in results if isinstance(outcome, _Read)]
-        if fault is None and (hole := self._hole(good, point)) is not None:
-            fault, usable = hole
+        if fault is None and (hole := self._hole(good, needed)) is not None:
+            fault, usable = hole, placement.length - 1
         if fault is None:
-            kv.restored(ledger[:point])
+            kv.restored(ledger[: placement.length])
         source: Literal["host", "disk"] = "host" if good and all(r.from_memory for r in good) else "disk"
         codecs = tuple(sorted({r.header.codec for r in good}))
         return Restored(kv, source, codecs, fault, usable)
@@ -146,7 +157,8 @@ class ChunkReader:
         segment: SegmentRecord,
         chain: str,
         ledger: array[int],
-        point: int,
+        placement: Placement,
+        needed: Sequence[tuple[Span, ...]],
     ) -> _Read | ChunkFault:
         """Read, check and decode one segment. A fault is an answer here, not an exception."""
         name = segment.chunk_id
@@ -154,7 +166,7 @@ class ChunkReader:
             held = self._host.get(name)
             buffer: Buffer = self._blobs.read_into(name, self._per_thread.scratch) if held is None else held
             header = read_header(buffer, name)
-            stop = min(segment.span.stop, point)
+            stop = min(segment.span.stop, placement.length)
             check(
                 header,
                 kv_fingerprint=self._fingerprint,
@@ -164,7 +176,9 @@ class ChunkReader:
                 chain_start=chain,
                 tenant=self._tenant,
             )
-            covered = self._decode(kv, buffer, header, segment.span.start, stop, point)
+            if header.position_base != (wanted := placement.position_of(header.start)):
+                raise ChunkFault(name, "tokens", f"computed at position {header.position_base}, wanted at {wanted}")
+            covered = self._decode(kv, buffer, header, Span(segment.span.start, stop), placement, needed)
             return _Read(header, held is not None, covered)
         except ChunkFault as fault:
             if fault.reason in _ALTERED:
@@ -173,34 +187,38 @@ class ChunkReader:
             return fault
 
     def _decode(
-        self, kv: SequenceKV, buffer: Buffer, header: ChunkHeader, start: int, stop: int, point: int
+        self,
+        kv: SequenceKV,
+        buffer: Buffer,
+        header: ChunkHeader,
+        within: Span,
+        placement: Placement,
+        needed: Sequence[tuple[Span, ...]],
     ) -> list[tuple[int, Span]]:
-        covered = []
+        covered: list[tuple[int, Span]] = []
         for index, part in enumerate(header.parts):
-            window = self._windows[part.group]
-            needed = Span(start if window is None else max(start, point - window), stop)
-            span = part.span.intersect(needed)
-            if not len(span):
-                continue
-            target = kv.target(part.group, span)
-            if span == part.span and not target.keys[0].is_cuda:
-                decode_part(buffer, header, index, target)
-            else:
-                _decode_aside(buffer, header, index, target, part.span, span)
-            covered.append((part.group, span))
+            wanted = [part.span.intersect(within).intersect(span) for span in needed[part.group]]
+            runs = list(placement.runs(span for span in wanted if len(span)))
+            targets = [(run, kv.target(part.group, run)) for run in runs]
+            if len(runs) == 1 and runs[0] == part.span and not targets[0][1].keys[0].is_cuda:
+                decode_part(buffer, header, index, targets[0][1])
+            elif targets:
+                _decode_aside(buffer, header, index, part.span, targets)
+            covered.extend((part.group, run) for run in runs)
         return covered
 
-    def _hole(self, reads: Sequence[_Read], point: int) -> tuple[ChunkFault, int] | None:
-        """Whether some group lacks keys that a query at ``point`` sees."""
-        for group, window in enumerate(self._windows):
-            at = 0 if window is None else max(0, point - window)
-            for read in reads:
-                for covered_group, span in read.covered:
-                    if covered_group == group and span.start <= at < span.stop:
-                        at = span.stop
-            if at < point:
-                name = self._geometry.groups[group].name
-                return ChunkFault("-", "missing", f"{name} has no keys at {at}, needed at {point}"), point - 1
+    def _hole(self, reads: Sequence[_Read], needed: Sequence[Sequence[Span]]) -> ChunkFault | None:
+        """Whether some group lacks keys that the state needs."""
+        for group, spans in enumerate(needed):
+            covered = sorted(span for read in reads for other, span in read.covered if other == group)
+            for span in spans:
+                at = span.start
+                for have in covered:
+                    if have.start <= at < have.stop:
+                        at = have.stop
+                if at < span.stop:
+                    name = self._geometry.groups[group].name
+                    return ChunkFault("-", "missing", f"{name} has no keys at {at}, needed up to {span.stop}")
         return None
 
 
@@ -211,24 +229,22 @@ class _Read:
     covered: list[tuple[int, Span]]
 
 
-def _decode_aside(buffer: Buffer, header: ChunkHeader, index: int, target: KVBlock, whole: Span, span: Span) -> None:
-    """Decode a whole part to the side, then copy the wanted tokens: for shortened segments, and for devices."""
-
-    block = pinned_like(target, len(whole))
+def _decode_aside(
+    buffer: Buffer, header: ChunkHeader, index: int, whole: Span, targets: Sequence[tuple[Span, KVBlock]]
+) -> None:
+    """Decode a whole part to the side, then copy the wanted tokens: for parts not wanted whole, and for devices."""
+    block = pinned_like(targets[0][1], len(whole))
     decode_part(buffer, header, index, block)
-    lo, hi = span.start - whole.start, span.stop - whole.start
-    wanted = KVBlock(tuple(t[:, lo:hi] for t in block.keys), tuple(t[:, lo:hi] for t in block.values))
-    if target.keys[0].is_cuda:
-        to_device(wanted, target)
-        return
-    for source, into in zip((*wanted.keys, *wanted.values), (*target.keys, *target.values), strict=True):
-        into.copy_(source)
+    for span, target in targets:
+        lo, hi = span.start - whole.start, span.stop - whole.start
+        wanted = KVBlock(tuple(t[:, lo:hi] for t in block.keys), tuple(t[:, lo:hi] for t in block.values))
+        if target.keys[0].is_cuda:
+            to_device(wanted, target)
+            continue
+        for source, into in zip((*wanted.keys, *wanted.values), (*target.keys, *target.values), strict=True):
+            into.copy_(source)
 
 
 def _chain_starts(ledger: array[int], segments: Sequence[SegmentRecord]) -> list[str]:
     chain = LedgerChain()
-    starts = []
-    for segment in segments:
-        starts.append(chain.digest())
-        chain.extend(ledger[segment.span.start : segment.span.stop])
-    return starts
+    return [chain.extend(ledger[chain.tokens : segment.span.start]).digest() for segment in segments]

@@ -157,6 +157,7 @@ class AgentKV:
             self._executor,
             self.sessions.cores,
             kv_fingerprint=model.fingerprints.kv,
+            context=model.context_limit,
             device_budget=_bytes(settings.device_budget, _device_memory(model)),
             idle_seconds=settings.idle_seconds,
             disk_seconds=settings.disk_seconds,

@@ -9,10 +9,12 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import InvalidRequest
+from agentkv.policies.retention import RetentionPolicy
 from agentkv.schemas.messages import MessageInput, normalise
 from agentkv.schemas.replies import Done, Event, Item, Reply, SessionInfo
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.core import SessionCore
+from agentkv.sessions.spans import gaps, held_spans, item_states
 from agentkv.sessions.turn import Appended, TurnInput, public_item
 from agentkv.types import RestoreReport, SessionState, Span, SuspendReport, Tier
 
@@ -127,9 +129,11 @@ class Session:
         core, sessions = self._core, self._sessions
         core.check_open()
         manifest = await sessions.repository.manifest(self.id)
+        items = await sessions.repository.items(self.id)
         disk_bytes = await sessions.tiers.stored_bytes(manifest)
         r = core.record
-        kv_tokens = core.kv.length if core.kv is not None else r.kv_length
+        placement = core.kv.placement if core.kv is not None and core.idle else r.held
+        kept = held_spans(placement, r.ledger_length)
         tiers = {SessionState.LIVE: Tier.DEVICE, SessionState.HOST: Tier.HOST, SessionState.DISK: Tier.DISK}
         return SessionInfo(
             id=r.id,
@@ -142,11 +146,14 @@ class Session:
             idle_codec=r.idle_codec,
             turns=r.turns,
             ledger_tokens=r.ledger_length,
-            kv_tokens=kv_tokens,
+            kv_tokens=placement.tokens,
             stored_tokens=manifest.length,
             pinned=Span(0, r.pinned),
-            kept=(Span(0, r.ledger_length),) if r.ledger_length else (),
-            evicted=(),
+            kept=kept,
+            evicted=gaps(kept, r.ledger_length),
+            items=tuple(item_states(items, kept)),
+            next_position=placement.next_position,
+            bytes_by_layers=sessions.bytes_by_layers(placement),
             device_bytes=core.kv.nbytes if core.kv is not None else 0,
             host_bytes=sum(core.held.values()),
             disk_bytes=disk_bytes,
@@ -156,6 +163,13 @@ class Session:
         )
 
     # -- moving -------------------------------------------------------------------------------------------------------
+
+    async def set_policy(self, policy: str | RetentionPolicy) -> None:
+        """Change what stays in the KV state, from the next turn on. What was evicted before stays evicted.
+
+        ``SessionBusy`` during a turn; ``InvalidRequest`` for a policy that the pinned prefix or the model does not fit.
+        """
+        await asyncio.shield(self._sessions.tracked(self._sessions.set_policy(self._core, policy)))
 
     async def suspend(self, tier: str = "disk") -> SuspendReport:
         """Take the KV off the device, to ``"host"`` memory or ``"disk"``. Waits for a turn under way. Idempotent."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentkv.errors import AgentKVError, CapacityExceeded, ChunkFault, StorageError, StorageFull
-from agentkv.kv.contract import Layout
+from agentkv.kv.contract import Layout, SequenceKV
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import Manifest
 from agentkv.sessions.db.repository import Repository
@@ -51,6 +51,7 @@ class Tiers:
         cores: Callable[[], Iterable[SessionCore]],
         *,
         kv_fingerprint: str,
+        context: int,
         device_budget: int,
         idle_seconds: float,
         disk_seconds: float,
@@ -64,6 +65,7 @@ class Tiers:
         self._executor = executor
         self._cores = cores
         self._fingerprint = kv_fingerprint
+        self._context = context
         self.device_budget = device_budget
         self._idle_seconds = idle_seconds
         self._disk_seconds = disk_seconds
@@ -83,7 +85,8 @@ class Tiers:
         All or nothing: where demoting every idle session would not do, none is touched and ``CapacityExceeded`` says
         the numbers.
         """
-        needed = self.layout.bytes_needed(core.kv, tokens)
+        limit = core.limit(self._context)
+        needed = self.layout.bytes_needed(core.kv, min(tokens, limit), limit)
         stuck: set[SessionCore] = set()
         while True:
             others = [c for c in self._cores() if c is not core]
@@ -128,10 +131,10 @@ class Tiers:
         if core.kv is not None:
             missing = max(0, core.record.kv_length - core.kv.length)
             reason = core.short if missing else None
-            return RestoreReport("device", core.kv.length, reason=reason, recomputed_tokens=missing)
+            return RestoreReport("device", core.kv.tokens, reason=reason, recomputed_tokens=missing)
         expected = core.record.kv_length
         if expected == 0:
-            core.kv, core.state = self.layout.open(room), SessionState.LIVE
+            core.kv, core.state = self.open(core, room), SessionState.LIVE
             return RestoreReport("new", 0)
         started = time.perf_counter()
         before, core.state = core.state, SessionState.RESTORING
@@ -157,37 +160,56 @@ class Tiers:
             )
         return report
 
+    def open(self, core: SessionCore, room: int = 0) -> SequenceKV:
+        """A new, empty state for the session, with room for so many tokens."""
+        limit = core.limit(self._context)
+        return self.layout.open(min(room, limit), limit)
+
     async def _restore(self, core: SessionCore, expected: int, room: int) -> RestoreReport:
         ledger = await core.load(self.repository)
         if core.record.kv_fingerprint != self._fingerprint:
             # Another model's KV: its bytes make room for this one's.
             await self._forget(core, 0)
             core.record = await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
-            core.kv = self.layout.open()
+            core.kv = self.open(core)
             return RestoreReport("recompute", 0, 0.0, None, "fingerprint: stored by another model", expected)
         manifest = await self.repository.manifest(core.id)
         core.stored, core.snapped = manifest.length, None
         if core.unsaved is not None:
             manifest = manifest.followed_by(core.unsaved)
         fault_point("restore.before_read")
-        restored = await self._reader.restore(manifest, ledger, room)
+        limit = core.limit(self._context)
+        room = min(room, limit)
+        restored = await self._reader.restore(manifest, ledger, room, limit=limit, points=core.evicts)
         kv = restored.kv
         tokens = kv.length
         reason = None
         if restored.fault is not None:
             reason = f"{restored.fault.reason}: chunk {restored.fault.chunk_id}: {restored.fault.detail}"
             try:
-                await self._forget(core, restored.usable)
+                # What is stored behind the state that came back would not fit what is computed anew.
+                await self._forget(core, tokens)
             except BaseException:
                 kv.close()
                 raise
         elif tokens < expected:
+            if tokens < manifest.length:
+                # Stored behind the last resume point by a process that died: it will be computed and stored anew.
+                await self._forget(core, tokens)
             reason = f"unstored: {expected - tokens} tokens had not reached the disk"
         core.kv = kv
         if tokens == 0:
             return RestoreReport("recompute", 0, 0.0, None, reason or "missing: nothing was stored", expected)
         codec = "+".join(restored.codecs)
-        return RestoreReport(restored.source, tokens, 0.0, codec, reason, max(0, expected - tokens))
+        return RestoreReport(restored.source, kv.tokens, 0.0, codec, reason, max(0, expected - tokens))
+
+    async def forget(self, core: SessionCore) -> None:
+        """Give up the session's KV, live and stored: it is going to be another. Call with the gate held."""
+        await self._forget(core, 0)
+        core.unsaved, core.early = None, {}
+        if core.kv is not None:
+            core.kv.close()
+            core.kv = None
 
     async def _forget(self, core: SessionCore, position: int) -> None:
         """The manifest ends at ``position`` from now on; files that nobody needs any more go, now or with the next."""

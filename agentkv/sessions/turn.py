@@ -9,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from agentkv.engine.job import Generation, Job, JobResult
 from agentkv.engine.loading import LoadedModel
+from agentkv.engine.retention import Retention
 from agentkv.engine.sampling import Sampler
 from agentkv.engine.sink import TextSink
 from agentkv.errors import Closed, ContextTooLong, InvalidRequest
+from agentkv.policies.retention import ItemView
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, TurnRecord
+from agentkv.sessions.recompute import recompute_retained, replay_is_cheap
 from agentkv.sessions.tiers import Tiers
 from agentkv.storage.faultpoints import fault_point
 from agentkv.types import RestoreReport, Span, Usage
@@ -105,23 +109,25 @@ class Turn:
         core, request = self._core, self._request
         ledger = await core.load(self._tiers.repository)
         rendered = await asyncio.to_thread(self._render)
-        prompt_tokens = len(ledger) + len(rendered.ids)
+        prompt_tokens = core.held_tokens + len(rendered.ids)
         generate = request.sampling is not None
         max_tokens = self._allowed(prompt_tokens, request.sampling)
         try:
             await self._tiers.reserve(core, prompt_tokens + max_tokens)
-            restore = await self._tiers.make_live(core, prompt_tokens + max_tokens - core.record.kv_length)
+            room = len(ledger) - core.record.kv_length + len(rendered.ids) + max_tokens
+            restore = await self._made_live(room, ledger)
             assert core.kv is not None
-            cached = core.kv.length
+            cached = min(0 if restore.recompute == "retained" else core.kv.tokens, prompt_tokens)
             # The last token's KV is always left to the next step: generation needs that step's logits.
-            feed = [*ledger[cached:], *rendered.ids]
+            feed = [*ledger[core.kv.length :], *rendered.ids]
             if not generate:
                 feed = feed[:-1]
-            sink, result, undo = await self._compute(feed, max_tokens, [*ledger, *rendered.ids])
+            history = [*ledger[-_TAIL:], *rendered.ids]
+            sink, result, undo = await self._compute(feed, max_tokens, history, self._retention(rendered))
             text = "" if sink is None else sink.finish()
             try:
                 fault_point("turn.before_commit")
-                done = await self._commit(rendered, result, text, restore, prompt_tokens, min(cached, prompt_tokens))
+                done = await self._commit(rendered, result, text, restore, prompt_tokens, cached)
             except BaseException:
                 if not self.committed and undo is not None:
                     core.kv.rollback(undo)
@@ -131,15 +137,51 @@ class Turn:
         finally:
             self._tiers.settle(core)
 
+    async def _made_live(self, room: int, ledger: array[int]) -> RestoreReport:
+        """The session's KV on the device. Where its policy evicts and much is lost, it is rebuilt here."""
+        core, model, tiers = self._core, self._model, self._tiers
+        restore = await tiers.make_live(core, room)
+        if not restore.recomputed_tokens or core.record.placement is None:
+            return restore
+        assert core.kv is not None
+        if replay_is_cheap(core, core.kv.length):
+            return replace(restore, recompute="replay")
+        held = core.record.held
+        await tiers.forget(core)
+        kv = tiers.open(core, held.tokens + room)
+        core.early = await recompute_retained(kv, ledger, held, core.record.pinned, model)
+        core.kv = kv
+        return replace(
+            restore, source="recompute", tokens=0, codec=None, recomputed_tokens=held.tokens, recompute="retained"
+        )
+
+    def _retention(self, rendered: _Rendered) -> Retention | None:
+        """The session's policy, looking at its items and this turn's."""
+        core, request = self._core, self._request
+        if core.policy.window is None:
+            return None
+        turn = core.record.turns
+        if request.raw:
+            views = [ItemView(span, "user", "tokens", turn) for span in rendered.spans]
+        else:
+            pairs = zip(request.messages, rendered.spans, strict=False)
+            views = [ItemView(span, message.role, message.kind, turn) for message, span in pairs]
+        if request.sampling is not None:
+            kind = "tokens" if request.raw else "message"
+            views.append(ItemView(Span(rendered.prompt.start, 2**62), "assistant", kind, turn))
+        return Retention(core.policy, Span(0, core.record.pinned), (*core.views, *views))
+
     def _allowed(self, prompt_tokens: int, sampling: SamplingParams | None) -> int:
         """Tokens that may be generated: what was asked for, as far as the context reaches."""
         limit = self._model.context_limit
+        if self._core.policy.window is not None:
+            return 0 if sampling is None else sampling.max_tokens or self._default_max_tokens
         room = limit - prompt_tokens
         if room < (0 if sampling is None else 1):
             raise ContextTooLong(
                 tokens=prompt_tokens + (0 if sampling is None else 1),
                 limit=limit,
-                advice="the model holds no more; start a new session, or send less",
+                advice=_advice(self._model),
             )
         if sampling is None:
             return 0
@@ -179,7 +221,7 @@ class Turn:
         return _Rendered(turn.ids, spans, prompt)
 
     async def _compute(
-        self, feed: Sequence[int], max_tokens: int, history: Sequence[int]
+        self, feed: Sequence[int], max_tokens: int, history: Sequence[int], retention: Retention | None
     ) -> tuple[TextSink | None, JobResult | None, Any]:
         """Through the model thread; ``None`` where there is nothing to compute."""
         core, model, sampling = self._core, self._model, self._request.sampling
@@ -197,7 +239,7 @@ class Turn:
             generation = Generation(sampler, max_tokens, sink)
         if not feed:
             return None, None, None
-        job = Job(core.kv, feed, model.piece, self._resume_points(), generation)
+        job = Job(core.kv, feed, model.piece, self._resume_points(), generation, retention)
         handle = model.engine.submit(job)
         try:
             result = await handle.finished()
@@ -216,8 +258,7 @@ class Turn:
     def _resume_points(self) -> list[int]:
         """Where the prefill must stop: the pinned prefix's end, whose sliding windows are gone soon after."""
         pinned = self._core.record.pinned
-        forgets = any(group.window is not None for group in self._model.adapter.geometry.groups)
-        return [pinned] if pinned and forgets else []
+        return [pinned] if pinned and self._model.forgets else []
 
     def _emit(self, text: str) -> None:
         """From the model thread, or at the end from the loop's own."""
@@ -253,9 +294,10 @@ class Turn:
             created_at=time.time(),
         )
         kv_length = core.kv.length
+        placement = None if core.kv.placement.trivial else core.kv.placement
         write = asyncio.ensure_future(
             self._tiers.repository.commit_turn(
-                core.id, turn, items, ids, expect_length=start, kv_length=kv_length, state="live"
+                core.id, turn, items, ids, expect_length=start, kv_length=kv_length, state="live", placement=placement
             )
         )
         cancelled = None
@@ -265,6 +307,7 @@ class Turn:
             cancelled = error
             await _outlast(write)
         self.committed = True
+        core.kv.settle()
         core.ledger.extend(ids)
         core.note_items(items)
         core.last_finish = turn.finish_reason
@@ -272,6 +315,7 @@ class Turn:
             core.record,
             ledger_length=start + len(ids),
             kv_length=kv_length,
+            placement=placement,
             turns=turn.seq + 1,
             updated_at=turn.created_at,
         )
@@ -328,6 +372,17 @@ def public_item(record: ItemRecord) -> Item:
         content=record.content,
         span=record.span,
         generated=record.generated,
+    )
+
+
+def _advice(model: LoadedModel) -> str:
+    """What to do about a conversation that has become too long for the model."""
+    if model.adapter.geometry.fixed is not None:
+        return "the model holds no more; start a new session, or send less"
+    policy = f"sink:{model.context_limit // 2}"
+    return (
+        f"give the session a retention policy, which keeps the system prompt and what is recent: create it with "
+        f"policy={policy!r}, or await session.set_policy({policy!r}); or send less"
     )
 
 

@@ -171,6 +171,6 @@ class ChunkHeader(_Strict):
                 raise ValueError(f"a part at {part.offset} where {offset} was due: parts tile the payload")
             offset, before[part.group] = offset + part.length, part.stop
         full = {i for i, group in enumerate(self.groups) if group.window is None}
-        if full - before.keys():
-            raise ValueError("a full-attention group has no part")
+        if full & before.keys() and full - before.keys():
+            raise ValueError("one full-attention group has a part, another has none")
         return self

@@ -55,7 +55,10 @@ def append_segments(
     segments: Sequence[SegmentRecord],
     resume_points: Sequence[ResumePoint],
 ) -> None:
-    """Continue the manifest where it ends, or behind gaps that the session evicted; rows of unknown chunks are made, references are counted."""
+    """Continue the manifest where it ends, or behind a gap of what was evicted. Unknown chunks get rows.
+
+    References are counted.
+    """
     session = session_row(db, session_id, lock=True)
     end = _manifest_end(db, session_id)
     evicts = session.placement is not None

@@ -1,0 +1,73 @@
+"""Rebuilding a KV state that is lost, for a session whose policy has evicted.
+
+The ledger is the truth, and there are two ways from it. *Replay* computes all of it again through the policy: the same
+evictions at the same places, the state that was lost. *Retained* computes only the tokens that were held, one span
+directly behind the other: far fewer, but window keys had seen what is gone, so the state differs a little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+from agentkv.engine.job import Job
+from agentkv.engine.loading import LoadedModel
+from agentkv.kv.contract import CapturedPart, SequenceKV
+from agentkv.sessions.core import SessionCore
+from agentkv.types import Placement
+
+__all__ = ["recompute_retained", "replay_is_cheap"]
+
+_REPLAY_FACTOR = 2
+"""Replay computes at most so many times the retained tokens. A guess, until rates are measured."""
+
+
+def replay_is_cheap(core: SessionCore, length: int) -> bool:
+    """Whether to compute the ledger from ``length`` on through the policy, rather than the retained tokens alone.
+
+    Never where the policy was changed on the way: its predecessor's evictions would not happen again.
+    """
+    held = core.record.held
+    lost = core.record.kv_length - length
+    return core.record.policy_since <= length and lost <= _REPLAY_FACTOR * held.tokens
+
+
+async def recompute_retained(
+    kv: SequenceKV, ledger: array[int], wanted: Placement, pinned: int, model: LoadedModel
+) -> dict[int, tuple[CapturedPart, ...]]:
+    """Fill the empty ``kv`` with the tokens of ``wanted``; what lies between is passed over.
+
+    Returns the sliding windows captured at the end of the pinned prefix. Closes ``kv`` where it fails or is cancelled.
+    """
+    windows: dict[int, tuple[CapturedPart, ...]] = {}
+    try:
+        for span in wanted.kept:
+            if span.start > kv.length:
+                kv.skip(ledger[kv.length : span.start])
+            points = [pinned] if span.start < pinned <= span.stop and model.forgets else []
+            job = Job(kv, ledger[span.start : span.stop], model.piece, points)
+            windows.update(await _computed(job, model))
+            kv.settle()
+        if kv.length < wanted.length:
+            kv.skip(ledger[kv.length : wanted.length])
+    except BaseException:
+        kv.close()
+        raise
+    return windows
+
+
+async def _computed(job: Job, model: LoadedModel) -> dict[int, tuple[CapturedPart, ...]]:
+    handle = model.engine.submit(job)
+    try:
+        result = await handle.finished()
+    except asyncio.CancelledError:
+        handle.cancel()
+        while True:  # the model thread may still be writing
+            try:
+                await handle.finished()
+                break
+            except asyncio.CancelledError:
+                continue
+        raise
+    assert result is not None
+    return dict(result.windows)
