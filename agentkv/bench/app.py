@@ -68,3 +68,20 @@ def decode(
     from agentkv.bench.decode import bench_decode
 
     _run(bench_decode(sessions, context, model, home, dtype, threads, quick), as_json)
+
+
+@app.command()
+def stream(
+    policy: Annotated[str, typer.Option(help="Retention policy, e.g. sink:1024.")] = "sink:1024",
+    tokens: Annotated[int, typer.Option(help="Tokens of text.")] = 50_000,
+    model: Model = "smollm2-135m",
+    home: Home = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and KV.")] = "bfloat16",
+    threads: Threads = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Perplexity, bytes and time per token of a text that outgrows the window many times."""
+    from agentkv.bench.stream import bench_stream
+
+    _run(bench_stream(policy, tokens, model, home, dtype, threads, quick), as_json)

@@ -21,7 +21,7 @@ from agentkv.models import LocalModel, pull
 from agentkv.sessions.runtime import AgentKV
 from agentkv.settings import Settings
 
-__all__ = ["machine", "open_runtime", "reference_of", "text_ids", "timed"]
+__all__ = ["documentation_ids", "machine", "open_runtime", "reference_of", "text_ids", "timed"]
 
 
 @asynccontextmanager
@@ -52,6 +52,20 @@ def text_ids(kv: AgentKV, tokens: int, seed: int = 0) -> list[int]:
     while len(ids) < start + tokens:
         ids = ids + ids
     return ids[start : start + tokens]
+
+
+def documentation_ids(kv: AgentKV, tokens: int) -> list[int]:
+    """``tokens`` ids of long real text that every Python has: its own reference documentation, about 100,000 tokens."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise InvalidRequest("this Python comes without its documentation (pydoc_data.topics)") from None
+    if kv.model.tokenizer is None:
+        raise InvalidRequest(f"{kv.model.name} has no tokenizer: benchmarks feed it text", param="model")
+    ids: list[int] = kv.model.tokenizer.encode("\n\n".join(topics.values()), add_special_tokens=False)
+    if len(ids) < tokens:
+        raise InvalidRequest(f"the documentation has {len(ids):,} tokens, {tokens:,} are wanted", param="tokens")
+    return ids[:tokens]
 
 
 def timed(work: Callable[[], Any]) -> float:
