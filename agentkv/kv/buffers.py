@@ -19,9 +19,9 @@ from torch import Tensor
 
 from agentkv.codecs import KVBlock
 from agentkv.rope import Rotation, rotate
-from agentkv.types import KVGeometry, LayerGroup, Span
+from agentkv.types import KVGeometry, LayerGroup
 
-__all__ = ["GroupBuffers", "Pieces", "slices"]
+__all__ = ["GroupBuffers", "Pieces"]
 
 Pieces = Callable[[int], tuple[list[Tensor], list[Tensor]]]
 """For the group's layer ``i``: keys as computed and values, ``[Hkv, t, D]`` each, one after the other."""
@@ -31,7 +31,8 @@ Pieces = Callable[[int], tuple[list[Tensor], list[Tensor]]]
 class GroupBuffers:
     """See the module's docstring. ``base``: ledger position of slot 0 in a sliding group, 0 in a full one.
 
-    ``shared``: a fork uses the same tensors. ``fixed``: the tensors stay where they are, whatever happens.
+    ``shared``: a fork uses the same tensors, or a capture shows what was taken back since: nothing may be written to
+    them. ``lent``: captures show slots before this one. ``fixed``: the tensors stay where they are, whatever happens.
     """
 
     group: LayerGroup
@@ -46,6 +47,7 @@ class GroupBuffers:
     moved: int = 0
     base: int = 0
     shared: bool = False
+    lent: int = 0
 
     @classmethod
     def of(cls, geometry: KVGeometry, index: int, device: torch.device, *, fixed: bool = False) -> GroupBuffers:
@@ -60,7 +62,7 @@ class GroupBuffers:
         self.keys = [self._empty(capacity, group.key_dim) for _ in group.layers]
         self.values = [self._empty(capacity, group.value_dim) for _ in group.layers]
         self.masters = [None for _ in group.layers]
-        self.capacity, self.moved, self.shared = capacity, 0, False
+        self.capacity, self.moved, self.shared, self.lent = capacity, 0, False, 0
 
     def _empty(self, capacity: int, dim: int) -> Tensor:
         return torch.empty((self.group.kv_heads, capacity, dim), dtype=self.dtype, device=self.device)
@@ -124,7 +126,7 @@ class GroupBuffers:
                 self.values[layer][:, :total] = values[:, :total]
             else:
                 self.keys[layer], self.values[layer] = keys, values
-        self.moved, self.capacity, self.shared = moved, capacity, False
+        self.moved, self.capacity, self.shared, self.lent = moved, capacity, False, 0
 
     def _filled(self, parts: Sequence[Tensor], dim: int, capacity: int) -> Tensor:
         out, at = self._empty(capacity, dim), 0
@@ -132,6 +134,20 @@ class GroupBuffers:
             out[:, at : at + part.shape[1]] = part
             at += part.shape[1]
         return out
+
+    def lend(self, lo: int, hi: int) -> KVBlock:
+        """KV of slots ``[lo, hi)`` as computed: in host memory, it stays as it is whatever happens here."""
+        block = self.block(lo, hi)
+        if self.device.type != "cpu":
+            return block  # the caller copies it
+        if self.fixed:
+            return KVBlock(tuple(t.clone() for t in block.keys), tuple(t.clone() for t in block.values))
+        self.lent = max(self.lent, hi)
+        return block
+
+    def take_back(self, used: int) -> None:
+        """Slots from ``used`` on are free again."""
+        self.shared |= used < self.lent
 
     def expect(self, deltas: Sequence[tuple[int, int]]) -> None:
         """Make the masters that a restored state needs, empty."""
@@ -155,13 +171,13 @@ class GroupBuffers:
         self.shared = True
         return GroupBuffers(
             self.group, self.rotations, self.dtype, self.device, self.fixed, self.capacity,
-            list(self.keys), list(self.values), list(self.masters), self.moved, self.base, True,
+            list(self.keys), list(self.values), list(self.masters), self.moved, self.base, True, self.lent,
         )  # fmt: skip
 
     def release(self) -> None:
         """Let the tensors go."""
         self.keys, self.values, self.masters = [], [], []
-        self.capacity = self.moved = self.base = 0
+        self.capacity = self.moved = self.base = self.lent = 0
         self.shared = False
 
     def check_integrity(self, used: int) -> None:
@@ -186,19 +202,3 @@ def _first(deltas: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, in
         taken.append((min(count, tokens), delta))
         tokens -= count
     return taken
-
-
-def slices(held: Sequence[Span], spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Slots of ``spans``; ``held``: ledger positions in slot order. ``ValueError`` for what is not held."""
-    found = []
-    for span in spans:
-        slot = 0
-        for have in held:
-            if have.start <= span.start and span.stop <= have.stop:
-                lo = slot + span.start - have.start
-                found.append((lo, lo + len(span)))
-                break
-            slot += len(have)
-        else:
-            raise ValueError(f"{span} is not held: {list(held)}")
-    return found

@@ -138,7 +138,10 @@ class SequenceKV(ABC):
 
     @abstractmethod
     def crop(self, length: int) -> None:
-        """Forget the tokens from ``length`` on. ``ValueError`` where the state at ``length`` cannot be had any more."""
+        """Forget the tokens from ``length`` on. ``ValueError`` where the state at ``length`` cannot be had any more.
+
+        Undo records from after ``length`` are void: a rollback to them gives what was never there.
+        """
 
     @abstractmethod
     def undo_record(self) -> Undo:
@@ -146,7 +149,10 @@ class SequenceKV(ABC):
 
     @abstractmethod
     def rollback(self, undo: Undo) -> None:
-        """Back to the state at ``undo_record``, whatever was written since. Evictions need the open record."""
+        """Back to the state at ``undo_record``, whatever was written since. Evictions need the open record.
+
+        ``undo``: of this state's own, not of the one it was forked from; later records are void.
+        """
 
     @abstractmethod
     def settle(self) -> None:

@@ -1,0 +1,118 @@
+"""Every layout passes the conformance suite, and the suite fails what is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from agentkv.codecs import KVBlock
+from agentkv.kv.contiguous import ContiguousKV
+from agentkv.kv.contract import Layout, Undo
+from agentkv.kv.dynamic import DynamicKV, DynamicLayout
+from agentkv.kv.static import StaticLayout
+from agentkv.testing.layouts import MakeLayout, layout_machine
+from agentkv.types import KVGeometry, Placement, Span
+
+SETTINGS = settings(max_examples=20, stateful_step_count=25)
+
+TestDynamic = layout_machine(DynamicLayout).TestCase
+TestDynamic.settings = SETTINGS
+
+TestStatic = layout_machine(StaticLayout).TestCase
+TestStatic.settings = SETTINGS
+
+
+# -- controls: each breaks one promise, and must be found --------------------------------------------------------------
+
+
+class KeysNotTurned(DynamicKV):
+    def _deltas(self, placement: Placement, held: Sequence[Span]) -> list[tuple[int, int]]:
+        return [(tokens, 0) for tokens, _ in super()._deltas(placement, held)]
+
+
+class WritesIntoTheFork(DynamicKV):
+    def fork(self) -> ContiguousKV:
+        twin = super().fork()
+        for side in (self, twin):
+            for buffers in side._groups:
+                buffers.shared = False
+        return twin
+
+
+class ForgetsWhatWasEvicted(DynamicKV):
+    def rollback(self, undo: Undo) -> None:
+        for part in undo.evicted:
+            for tensor in (*part.block.keys, *part.block.values):
+                tensor.zero_()
+        super().rollback(undo)
+
+
+class WritesIntoCaptures(DynamicKV):
+    def _take_back(self) -> None:
+        pass
+
+
+class ReadsTurnedKeys(DynamicKV):
+    def read(self, group: int, span: Span) -> KVBlock:
+        block, held = super().read(group, span), self.placement.kept
+        buffers = self.buffers(group)
+        if buffers.group.window is None and held:
+            lo = sum(len(h) for h in held if h.stop <= span.start)
+            lo += sum(span.start - h.start for h in held if h.start <= span.start < h.stop)
+            return KVBlock(tuple(k[:, lo : lo + len(span)] for k in buffers.keys), block.values)
+        return block
+
+
+class NeverRebases(DynamicKV):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._rebase_at = 10**9
+
+
+class WindowBehindTheFloor(DynamicKV):
+    def skip(self, ids: Sequence[int]) -> None:
+        super().skip(ids)
+        for buffers in self._groups:
+            if buffers.group.window is not None:
+                buffers.base = max(0, self.length - 1)
+
+
+def broken(kind: type[DynamicKV]) -> MakeLayout:
+    class Broken(DynamicLayout):
+        def open(self, tokens: int = 0, limit: int | None = None) -> DynamicKV:
+            return kind(self.geometry, self.device, self.rebase_at, tokens, limit)
+
+    def make(geometry: KVGeometry, device: torch.device) -> Layout[Any]:
+        return Broken(geometry, device)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        KeysNotTurned,
+        WritesIntoTheFork,
+        ForgetsWhatWasEvicted,
+        WritesIntoCaptures,
+        ReadsTurnedKeys,
+        NeverRebases,
+        WindowBehindTheFloor,
+    ],
+)
+def test_the_suite_finds(kind: type[DynamicKV]) -> None:
+    quick = settings(
+        max_examples=200,
+        stateful_step_count=25,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(layout_machine(broken(kind)), settings=quick)
