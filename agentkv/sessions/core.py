@@ -144,8 +144,11 @@ class SessionCore:
         return self.policy.window is not None or self.record.placement is not None
 
     def limit(self, context: int) -> int:
-        """Tokens that its KV state ever holds, where the model attends to ``context``."""
-        return self.policy.window or context
+        """Tokens that its KV state ever holds, where the model attends to ``context``.
+
+        More than its window where that was made smaller: the next turn evicts.
+        """
+        return max(self.policy.window or context, self.record.held.tokens)
 
     @property
     def held_tokens(self) -> int:

@@ -124,14 +124,15 @@ class Sessions:
         """See ``Session.set_policy``."""
         retention = parse_policy(policy)
         self._check_movable(retention)
+        text = policy_text(retention)
         async with core.turn(None):
             check_fits(retention, Span(0, core.record.pinned), self._model.context_limit)
-            core.record = await self.repository.update_session(
-                core.id, policy=policy_text(retention), policy_since=core.record.ledger_length
-            )
-        if core.kv is not None and self.tiers.layout.reserves:
-            # Reserved for the old policy's window: the next turn restores it into one of the right size.
-            await self.tiers.suspend(core, Tier.HOST)
+            if text == core.record.policy:
+                return
+            if core.kv is not None and self.tiers.layout.reserves:
+                # Reserved for the old policy's window: the next turn restores it into one of the right size.
+                await self.tiers.demote(core, Tier.HOST)
+            core.record = await self.repository.update_session(core.id, policy=text, policy_since=core.record.kv_length)
 
     def _head(self, core: SessionCore) -> tuple[ChatTemplate | None, list[int]]:
         if self._model.tokenizer is None:

@@ -25,17 +25,17 @@ _REPLAY_FACTOR = 2
 def replay_is_cheap(core: SessionCore, length: int) -> bool:
     """Whether to compute the ledger from ``length`` on through the policy, rather than the retained tokens alone.
 
-    Never where the policy was changed on the way: its predecessor's evictions would not happen again.
+    Never where the policy was changed on the way, or tokens were passed over: that would not happen again.
     """
     held = core.record.held
     lost = core.record.kv_length - length
-    return core.record.policy_since <= length and lost <= _REPLAY_FACTOR * held.tokens
+    return max(core.record.policy_since, held.floor) <= length and lost <= _REPLAY_FACTOR * held.tokens
 
 
 async def recompute_retained(
     kv: SequenceKV, ledger: array[int], wanted: Placement, pinned: int, model: LoadedModel
 ) -> dict[int, tuple[CapturedPart, ...]]:
-    """Fill the empty ``kv`` with the tokens of ``wanted``; what lies between is passed over.
+    """Fill ``kv``, empty or with the first of them, with the tokens of ``wanted``; what lies between is passed over.
 
     Returns the sliding windows captured at the end of the pinned prefix. Closes ``kv`` where it fails or is cancelled.
     """
@@ -45,9 +45,10 @@ async def recompute_retained(
             if span.start > kv.length:
                 kv.skip(ledger[kv.length : span.start])
             points = [pinned] if span.start < pinned <= span.stop and model.forgets else []
-            job = Job(kv, ledger[span.start : span.stop], model.piece, points)
-            windows.update(await _computed(job, model))
-            kv.settle()
+            feed = ledger[kv.length : span.stop]
+            if feed:
+                windows.update(await _computed(Job(kv, feed, model.piece, points), model))
+                kv.settle()
         if kv.length < wanted.length:
             kv.skip(ledger[kv.length : wanted.length])
     except BaseException:

@@ -92,8 +92,11 @@ class ChunkReader:
         anywhere = not points and all(window is None for window in self._windows)
         while True:
             placement = Placement.whole(usable) if anywhere else self._last_point(manifest, usable)
-            kv = self._layout.open(0, limit)
-            attempt = await self._attempt(kv, manifest, ledger, placement, room)
+            # An old resume point may hold more than the session's limit by now, and a turn may be longer than a window.
+            most = None if limit is None else max(limit, placement.tokens)
+            free = room if most is None else min(room, most - placement.tokens)
+            kv = self._layout.open(0, most)
+            attempt = await self._attempt(kv, manifest, ledger, placement, free)
             if attempt.fault is None:
                 return Restored(attempt.kv, attempt.source, attempt.codecs, fault, usable)
             fault, usable = attempt.fault, attempt.usable

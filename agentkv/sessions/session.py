@@ -132,7 +132,9 @@ class Session:
         items = await sessions.repository.items(self.id)
         disk_bytes = await sessions.tiers.stored_bytes(manifest)
         r = core.record
-        placement = core.kv.placement if core.kv is not None and core.idle else r.held
+        live = core.kv.placement if core.kv is not None and core.idle else r.held
+        # What a restore could not bring back is computed by the next turn, and what it evicts was evicted before.
+        placement = live if live.length == r.kv_length else r.held
         kept = held_spans(placement, r.ledger_length)
         tiers = {SessionState.LIVE: Tier.DEVICE, SessionState.HOST: Tier.HOST, SessionState.DISK: Tier.DISK}
         return SessionInfo(
@@ -146,14 +148,14 @@ class Session:
             idle_codec=r.idle_codec,
             turns=r.turns,
             ledger_tokens=r.ledger_length,
-            kv_tokens=placement.tokens,
+            kv_tokens=live.tokens,
             stored_tokens=manifest.length,
             pinned=Span(0, r.pinned),
             kept=kept,
             evicted=gaps(kept, r.ledger_length),
             items=tuple(item_states(items, kept)),
             next_position=placement.next_position,
-            bytes_by_layers=sessions.bytes_by_layers(placement),
+            bytes_by_layers=sessions.bytes_by_layers(live),
             device_bytes=core.kv.nbytes if core.kv is not None else 0,
             host_bytes=sum(core.held.values()),
             disk_bytes=disk_bytes,

@@ -91,12 +91,14 @@ def take_snapshot(
 ) -> Snapshot | None:
     """What of ``kv`` lies behind ``stored``; ``None`` when nothing does. Call while no turn runs on the session.
 
-    ``early``: windows captured when the prefill passed a resume point that is not stored yet.
+    ``early``: windows captured when the prefill passed a resume point that is not stored yet. Where something before
+    the point was evicted since, there is nothing to resume from.
     """
     span = Span(stored, kv.length)
     if not len(span):
         return None
-    windows = {point: parts for point, parts in early.items() if point > stored}
+    whole = next((kept.stop for kept in kv.placement.kept if kept.start == 0), 0)
+    windows = {point: parts for point, parts in early.items() if stored < point <= whole}
     windows[span.stop] = kv.window_snapshot()
     kinds = dict.fromkeys(windows, "prefix") | {span.stop: "commit"}
     return Snapshot(span, array("i", kv.ids), kv.capture(span), windows, kinds, pinned, kv.placement)
@@ -172,6 +174,7 @@ class ChunkWriter:
         self._salt = salt
         self._tenant = tenant
         self.tenant_digest = blake3(salt).hexdigest()[:40]
+        self._collecting = asyncio.Lock()
 
     def encode(self, snapshot: Snapshot, span: Span, chain: tuple[str, str], codec: str) -> EncodedChunk:
         """One chunk, in memory. Blocking."""
@@ -279,13 +282,18 @@ class ChunkWriter:
             await self._repository.append_segments(session_id, records, segments, points)
 
     async def collect_garbage(self) -> int:
-        """Delete the files of chunks that no manifest names any more. Returns the bytes freed."""
+        """Delete the files of chunks that no manifest names any more. Returns the bytes freed.
+
+        One at a time: a second collector would claim the first one's chunks as left over by a crash, and delete them
+        after they were forgotten and perhaps written anew.
+        """
         loop = asyncio.get_running_loop()
         freed = 0
-        while claimed := await self._repository.claim_garbage(100):
-            freed += await loop.run_in_executor(self._executor, self._delete, claimed)
-            fault_point("gc.before_forget")
-            await self._repository.forget_chunks(claimed)
+        async with self._collecting:
+            while claimed := await self._repository.claim_garbage(100):
+                freed += await loop.run_in_executor(self._executor, self._delete, claimed)
+                fault_point("gc.before_forget")
+                await self._repository.forget_chunks(claimed)
         return freed
 
     def _delete(self, names: Sequence[str]) -> int:

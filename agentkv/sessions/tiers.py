@@ -209,7 +209,7 @@ class Tiers:
         core.unsaved, core.early = None, {}
         if core.kv is not None:
             core.kv.close()
-            core.kv = None
+        core.kv, core.state = None, SessionState.DISK
 
     async def _forget(self, core: SessionCore, position: int) -> None:
         """The manifest ends at ``position`` from now on; files that nobody needs any more go, now or with the next."""
@@ -243,13 +243,7 @@ class Tiers:
             core.check_open()
             chunks = core.written_chunks
             if core.kv is not None:
-                core.state = SessionState.DEMOTING
-                try:
-                    await self._demote(core, tier)
-                finally:
-                    if core.kv is not None:
-                        core.state = SessionState.LIVE
-                        self._release_host(core)
+                await self.demote(core, tier)
             elif tier is Tier.DISK and core.state is SessionState.HOST and core.unsaved is None:
                 self._release_host(core)
                 core.state = SessionState.DISK
@@ -262,9 +256,19 @@ class Tiers:
                 nbytes=nbytes,
                 seconds=time.perf_counter() - started,
                 chunks_written=core.written_chunks - chunks,
-                tokens=core.record.kv_length,
+                tokens=core.record.held.tokens,
                 details={} if self.behind.storage_error is None else {"storage": self.behind.storage_error},
             )
+
+    async def demote(self, core: SessionCore, tier: Tier) -> None:
+        """Take the live session off the device, as ``suspend`` does. Call with the gate held."""
+        core.state = SessionState.DEMOTING
+        try:
+            await self._demote(core, tier)
+        finally:
+            if core.kv is not None:
+                core.state = SessionState.LIVE
+                self._release_host(core)
 
     async def _demote(self, core: SessionCore, tier: Tier) -> None:
         fault_point("suspend.begin")

@@ -20,7 +20,8 @@ from agentkv.engine.retention import Retention
 from agentkv.engine.sampling import Sampler
 from agentkv.engine.sink import TextSink
 from agentkv.errors import Closed, ContextTooLong, InvalidRequest
-from agentkv.policies.retention import ItemView
+from agentkv.kv.contract import SequenceKV
+from agentkv.policies.retention import ItemView, check_fits, parse_policy
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
 from agentkv.schemas.sampling import SamplingParams
@@ -29,7 +30,7 @@ from agentkv.sessions.db.records import ItemRecord, TurnRecord
 from agentkv.sessions.recompute import recompute_retained, replay_is_cheap
 from agentkv.sessions.tiers import Tiers
 from agentkv.storage.faultpoints import fault_point
-from agentkv.types import RestoreReport, Span, Usage
+from agentkv.types import RestoreReport, SessionState, Span, Usage
 
 __all__ = ["Appended", "Turn", "TurnInput", "events_of", "public_item"]
 
@@ -115,17 +116,16 @@ class Turn:
         try:
             await self._tiers.reserve(core, prompt_tokens + max_tokens)
             room = len(ledger) - core.record.kv_length + len(rendered.ids) + max_tokens
-            restore = await self._made_live(room, ledger)
+            restore, cached = await self._made_live(room, ledger)
             assert core.kv is not None
-            cached = min(0 if restore.recompute == "retained" else core.kv.tokens, prompt_tokens)
             # The last token's KV is always left to the next step: generation needs that step's logits.
             feed = [*ledger[core.kv.length :], *rendered.ids]
             if not generate:
                 feed = feed[:-1]
             history = [*ledger[-_TAIL:], *rendered.ids]
             sink, result, undo = await self._compute(feed, max_tokens, history, self._retention(rendered))
-            text = "" if sink is None else sink.finish()
             try:
+                text = "" if sink is None else sink.finish()
                 fault_point("turn.before_commit")
                 done = await self._commit(rendered, result, text, restore, prompt_tokens, cached)
             except BaseException:
@@ -137,23 +137,34 @@ class Turn:
         finally:
             self._tiers.settle(core)
 
-    async def _made_live(self, room: int, ledger: array[int]) -> RestoreReport:
-        """The session's KV on the device. Where its policy evicts and much is lost, it is rebuilt here."""
-        core, model, tiers = self._core, self._model, self._tiers
+    async def _made_live(self, room: int, ledger: array[int]) -> tuple[RestoreReport, int]:
+        """The session's KV on the device, and how many of the tokens that it held at the last commit were there.
+
+        Where its policy evicts and much is lost, it is rebuilt here.
+        """
+        core, tiers = self._core, self._tiers
         restore = await tiers.make_live(core, room)
-        if not restore.recomputed_tokens or core.record.placement is None:
-            return restore
         assert core.kv is not None
-        if replay_is_cheap(core, core.kv.length):
-            return replace(restore, recompute="replay")
-        held = core.record.held
+        held, window = core.record.held, core.policy.window
+        cached = sum(len(old.intersect(have)) for old in held.kept for have in core.kv.placement.kept)
+        if not restore.recomputed_tokens or not core.evicts:
+            return restore, cached
+        if core.record.placement is None or replay_is_cheap(core, core.kv.length):
+            if core.record.placement is None and window is not None and held.tokens > window:
+                # Nothing was evicted until the window was made smaller, and nothing may be on the way back there.
+                await self._rebuild(core.kv, ledger)
+            return replace(restore, recompute="replay"), cached
         await tiers.forget(core)
-        kv = tiers.open(core, held.tokens + room)
-        core.early = await recompute_retained(kv, ledger, held, core.record.pinned, model)
-        core.kv = kv
-        return replace(
-            restore, source="recompute", tokens=0, codec=None, recomputed_tokens=held.tokens, recompute="retained"
-        )
+        await self._rebuild(tiers.open(core, held.tokens + room), ledger)
+        gone = replace(restore, source="recompute", tokens=0, codec=None)
+        return replace(gone, recomputed_tokens=held.tokens, recompute="retained"), 0
+
+    async def _rebuild(self, kv: SequenceKV, ledger: array[int]) -> None:
+        """The session's KV is what ``kv`` becomes, or on disk where this fails."""
+        core = self._core
+        core.kv, core.state = None, SessionState.DISK
+        core.early.update(await recompute_retained(kv, ledger, core.record.held, core.record.pinned, self._model))
+        core.kv, core.state = kv, SessionState.LIVE
 
     def _retention(self, rendered: _Rendered) -> Retention | None:
         """The session's policy, looking at its items and this turn's."""
@@ -181,7 +192,7 @@ class Turn:
             raise ContextTooLong(
                 tokens=prompt_tokens + (0 if sampling is None else 1),
                 limit=limit,
-                advice=_advice(self._model),
+                advice=_advice(self._model, Span(0, self._core.record.pinned)),
             )
         if sampling is None:
             return 0
@@ -375,15 +386,29 @@ def public_item(record: ItemRecord) -> Item:
     )
 
 
-def _advice(model: LoadedModel) -> str:
+def _advice(model: LoadedModel, pinned: Span) -> str:
     """What to do about a conversation that has become too long for the model."""
     if model.adapter.geometry.fixed is not None:
         return "the model holds no more; start a new session, or send less"
-    policy = f"sink:{model.context_limit // 2}"
+    policy = _fitting(pinned, model.context_limit)
+    if policy is None:
+        return "system prompt and tools leave no room for more; start a new session with shorter ones, or send less"
     return (
         f"give the session a retention policy, which keeps the system prompt and what is recent: create it with "
         f"policy={policy!r}, or await session.set_policy({policy!r}); or send less"
     )
+
+
+def _fitting(pinned: Span, limit: int) -> str | None:
+    """The text of a policy under which a session with this pinned span never ends; ``None`` where there is none."""
+    slack = (limit - pinned.stop) // 4
+    for text in (f"sink:{limit // 2}", f"sink:{limit}", f"sink:{limit},slack={slack}"):
+        try:
+            check_fits(parse_policy(text), pinned, limit)
+        except InvalidRequest:
+            continue
+        return text
+    return None
 
 
 def _logprobs(result: JobResult) -> tuple[Logprob, ...]:

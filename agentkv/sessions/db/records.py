@@ -55,8 +55,9 @@ class SessionRecord:
     """One session's row.
 
     ``pinned``: tokens of the pinned prefix. ``kv_length``: tokens of KV that existed at the last commit (the last
-    generated token has none yet); ``placement``: which of them are held, ``None`` for all. ``policy_since``: ledger
-    length when the policy was set. ``created_at``, ``updated_at``: unix seconds.
+    generated token has none yet); ``placement``: which of them are held, ``None`` for all. ``policy_since``:
+    ``kv_length`` when the policy was set: all evictions from there on are its own. ``created_at``, ``updated_at``: unix
+    seconds.
     """
 
     id: str
