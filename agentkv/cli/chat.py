@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentkv.cli.display import nbytes, out_console, seconds
-from agentkv.cli.options import Device, Dtype, HomeFolder, Model, settings_from
+from agentkv.cli.options import Device, Dtype, HomeFolder, Model, Policy, settings_from
 from agentkv.errors import AgentKVError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def chat(
     home: HomeFolder = None,
     device: Device = None,
     dtype: Dtype = None,
+    policy: Policy = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Longest reply, in tokens.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 to 2; without it: greedy.")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", help="Nucleus sampling.")] = None,
@@ -47,11 +48,13 @@ def chat(
     from agentkv.cli.background import BackgroundLoop
     from agentkv.cli.pulling import pull_shown
     from agentkv.cli.stored import settings_of_session
+    from agentkv.policies.retention import parse_policy
     from agentkv.schemas.sampling import SamplingParams
 
     if session is not None and system is not None:
         raise InvalidRequest("the system prompt was frozen when the session was created: drop --system or --session")
     settings = settings_from(home=home, model=model, device=device, dtype=dtype)
+    parse_policy(policy or settings.default_policy)
     sampling = {
         "max_tokens": max_tokens or settings.max_tokens,
         "temperature": temperature,
@@ -68,7 +71,7 @@ def chat(
         pull_shown(settings.model, settings)
         kv = loop.run(_open(settings))
         try:
-            talk = _Talk(loop, kv, loop.run(_session(kv, session, system)), sampling)
+            talk = _Talk(loop, kv, loop.run(_session(kv, session, system, policy)), sampling)
             talk.greet(new=session is None)
             try:
                 talk.run()
@@ -84,8 +87,13 @@ async def _open(settings: Settings) -> AgentKV:
     return await AgentKV(settings)
 
 
-async def _session(kv: AgentKV, session_id: str | None, system: str | None) -> Session:
-    return await (kv.sessions.get(session_id) if session_id is not None else kv.sessions.create(system=system))
+async def _session(kv: AgentKV, session_id: str | None, system: str | None, policy: str | None) -> Session:
+    if session_id is None:
+        return await kv.sessions.create(system=system, policy=policy)
+    session = await kv.sessions.get(session_id)
+    if policy is not None:
+        await session.set_policy(policy)
+    return session
 
 
 class _Talk:

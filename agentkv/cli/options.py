@@ -12,7 +12,7 @@ from agentkv.errors import InvalidRequest
 if TYPE_CHECKING:
     from agentkv.settings import Settings
 
-__all__ = ["AsJson", "Device", "Dtype", "HomeFolder", "Model", "settings_from"]
+__all__ = ["AsJson", "Device", "Dtype", "HomeFolder", "Model", "Policy", "settings_from"]
 
 HomeFolder = Annotated[
     Path | None, typer.Option("--home", help="Home folder (default: AGENTKV_HOME, else ~/.local/share/agentkv).")
@@ -21,6 +21,9 @@ Model = Annotated[
     str | None, typer.Option("--model", help="Catalogue name, local folder, .gguf file, or Hugging Face id.")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N, or auto.")]
+Policy = Annotated[
+    str | None, typer.Option("--policy", help="What stays in the KV state: full, sink:4096, turns:8192 …")
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 

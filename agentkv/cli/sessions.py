@@ -87,12 +87,18 @@ def _summary(record: SessionRecord, manifest: Manifest, size: int) -> dict[str, 
 
 @app.command("show")
 def show(session_id: SessionId, home: HomeFolder = None, as_json: AsJson = False) -> None:
-    """One session: its items with the token spans they occupy, and which of them have stored KV."""
-    from agentkv.types import Span
+    """One session: its items with the token spans they occupy, what its policy keeps, and what has stored KV."""
+    from agentkv.sessions.spans import held_spans, item_states
 
-    summary, items = asyncio.run(_shown(settings_from(home=home), session_id))
+    record, summary, items, stored = asyncio.run(_shown(settings_from(home=home), session_id))
+    kept = held_spans(record.held, record.ledger_length)
+    states = list(item_states(items, kept))
     if as_json:
-        print_json(summary | {"items": [asdict(item) | {"span": list(item.span)} for item in items]})
+        shown = [
+            asdict(item) | {"span": list(item.span), "kept": state.kept, "evicted": state.evicted}
+            for item, state in zip(items, states, strict=True)
+        ]
+        print_json(summary | {"kept": [list(span) for span in kept], "items": shown})
         return
     from rich.table import Table
 
@@ -102,19 +108,20 @@ def show(session_id: SessionId, home: HomeFolder = None, as_json: AsJson = False
     console.print(
         f"{summary['turns']} turns, created {age(summary['created_at'])}, changed {age(summary['updated_at'])}"
     )
-    table = Table("turn", "span", "tokens", "role", "text", box=None, pad_edge=False)
-    for item in items:
+    table = Table("turn", "span", "tokens", "kept", "role", "text", box=None, pad_edge=False)
+    for item, state in zip(items, states, strict=True):
         text = str(item.content.get("content") or "") or f"({item.kind})"
         role = f"{item.role} *" if item.generated else item.role
         span = f"[{item.span.start}, {item.span.stop})"
-        table.add_row(str(item.turn), span.replace("[", r"\["), str(len(item.span)), role, one_line(text, 90))
+        left = "evicted" if state.evicted else str(state.kept)
+        tokens = str(len(item.span))
+        table.add_row(str(item.turn), span.replace("[", r"\["), tokens, left, role, one_line(text, 90))
     console.print(table)
     console.print("* generated", style="dim")
-    total, stored = summary["tokens"], summary["stored_tokens"]
-    # Until other retention policies come, a session keeps its whole ledger.
-    kept = (Span(0, total),)
-    console.print(f"kept     {span_bar(kept, total, pinned=summary['pinned'])}  {total:,} of {total:,} tokens")
-    console.print(f"on disk  {span_bar((Span(0, stored),), total)}  {stored:,} tokens, {nbytes(summary['bytes_disk'])}")
+    total, held = record.ledger_length, sum(map(len, kept))
+    on_disk = sum(map(len, stored))
+    console.print(f"kept     {span_bar(kept, total, pinned=record.pinned)}  {held:,} of {total:,} tokens")
+    console.print(f"on disk  {span_bar(stored, total)}  {on_disk:,} tokens, {nbytes(summary['bytes_disk'])}")
 
 
 def span_bar(spans: Sequence[Span], total: int, *, pinned: int = 0, width: int = _BAR) -> str:
@@ -127,7 +134,9 @@ def span_bar(spans: Sequence[Span], total: int, *, pinned: int = 0, width: int =
     return "".join(cells)
 
 
-async def _shown(settings: Settings, session_id: str) -> tuple[dict[str, Any], list[ItemRecord]]:
+async def _shown(
+    settings: Settings, session_id: str
+) -> tuple[SessionRecord, dict[str, Any], list[ItemRecord], list[Span]]:
     from agentkv.cli.stored import is_empty, stored_home
 
     if is_empty(settings):
@@ -136,7 +145,8 @@ async def _shown(settings: Settings, session_id: str) -> tuple[dict[str, Any], l
         record = await home.repository.get_session(session_id)
         manifest = await home.repository.manifest(session_id)
         items = await home.repository.items(session_id)
-        return _summary(record, manifest, home.nbytes(manifest)), items
+        stored = [segment.span for segment in manifest.segments]
+        return record, _summary(record, manifest, home.nbytes(manifest)), items, stored
 
 
 @app.command("suspend")

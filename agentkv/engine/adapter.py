@@ -200,6 +200,11 @@ class ModelAdapter:
         self.geometry = replace(self.geometry, rotations=rotations, fixed=fixed)
 
     @property
+    def switches(self) -> bool:
+        """Whether no token may be at a position from ``context_limit`` on, however few tokens are held."""
+        return self._switch is not None
+
+    @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.device

@@ -84,6 +84,8 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
     pack_linears(model)
     layout_name = "dynamic" if settings.layout == "auto" else settings.layout
     layout = LAYOUTS.get(layout_name)(adapter.geometry, device)
+    if adapter.switches:
+        layout.rebase_at = 0  # at each eviction: the next position is then what is held, which the window bounds
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)
     tokenizer = _tokenizer(local)
     return LoadedModel(
