@@ -12,10 +12,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
 _HEAD = """# Model families
 
-What the tests compare with transformers' own results, in float32, logits and greedy tokens, on tiny random models: alone,
-in a batch of sessions in different phases, with the prefill split, and after suspend and resume. A model of another
-family loads too where its attention goes through transformers' attention interface and nothing about it is in the way;
-what cannot be right is refused when it is loaded, with one sentence that names it.
+What the tests compare with transformers' own results, in float32, logits and greedy tokens, on tiny random models:
+alone, in a batch of sessions in different phases, with the prefill split, and after suspend and resume. A model of
+another family loads too where its attention goes through transformers' attention interface and nothing about it is in
+the way; what cannot be right is refused when it is loaded, with one sentence that names it.
 
 | family | attention | positions | beside | policies that evict |
 |---|---|---|---|---|
