@@ -442,9 +442,9 @@ async def test_two_handles_are_one_session_and_two_resumes_one_restore(
         reader = kv.sessions.tiers._reader
         restore, restores = reader.restore, []
 
-        async def counted(*args: Any) -> Any:
+        async def counted(*args: Any, **kwargs: Any) -> Any:
             restores.append(args)
-            return await restore(*args)
+            return await restore(*args, **kwargs)
 
         monkeypatch.setattr(reader, "restore", counted)
         reports = await asyncio.gather(one.resume(), two.resume(), one.resume())
