@@ -94,6 +94,9 @@ async def check_stored(kv: AgentKV, session: Session) -> None:
             needed |= set(range(max(0, manifest.length - group.window), manifest.length))
     for segment in manifest.segments:
         assert needed & set(range(*segment.span)), f"{segment.span} is of no use any more"
+    stored = set(positions([segment.span for segment in manifest.segments]))
+    for point in manifest.resume_points:
+        assert stored >= set(positions(point.held.kept)), f"nothing can be resumed at {point.position}"
     records = await kv.sessions.list()
     named = {
         segment.chunk_id

@@ -128,7 +128,10 @@ async def test_a_bad_chunk_is_replayed_or_the_retained_tokens_computed(
                 assert_equal_replies(reply, prepared.twins[name][0])
                 assert computed == restore.recomputed_tokens + new
                 assert restore.recomputed_tokens <= 2 * retained
-                assert reply.usage.cached_tokens <= restore.tokens
+                items = await session.items()
+                there = held_after(POLICY, items, 0, kv_length - restore.recomputed_tokens)
+                assert restore.tokens == len(there)
+                assert reply.usage.cached_tokens == len(set(there) & set(positions(before.kept)))
                 if place == "pinned":
                     assert restore.recomputed_tokens == kv_length
             elif restore.recompute == "retained":
@@ -328,6 +331,50 @@ async def test_a_policy_changed_on_the_way_is_never_replayed_through_its_success
         reply = await go_on(kv, session.id, 1)
         assert reply.restore.recompute == "replay"
         assert set(positions((await session.state()).evicted)) >= set(positions(twin_next.evicted))
+
+
+async def test_a_ledger_that_was_passed_over_is_not_replayed(prepared: Prepared, tmp_path: Path) -> None:
+    """A state rebuilt from its retained tokens is lost again, when it holds so much that a replay were cheap."""
+    async with opened(tmp_path / "home", prepared.model) as kv:
+        session = await kv.sessions.create(policy="turns:128,keep_last_turns=1")
+        blobs, repository = kv.sessions.tiers.blobs, kv.sessions.repository
+        await said(session, [prompt(100), prompt(25)], 6)
+        for turn, ways in enumerate(("retained", None, None, "retained")):
+            record = session._core.record
+            cheap = record.kv_length <= 2 * record.held.tokens
+            assert cheap == (turn == 3)
+            await session.suspend()
+            if ways is not None:
+                for segment in (await repository.manifest(session.id)).segments:
+                    blobs.delete(segment.chunk_id)
+            (reply,) = await said(session, [prompt(25)], 6)
+            assert reply.restore.recompute == ways
+            await check_held(kv, session)
+
+
+async def test_resume_says_what_is_lost_and_the_next_turn_how_it_was_rebuilt(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(prepared.home, home)
+    for name in PASTS:
+        missing(blob(home, prepared.chunks[name][0][0]))
+    async with opened(home, prepared.model) as kv:
+        for name, way in (("short", "replay"), ("long", "retained")):
+            session = await kv.sessions.get(prepared.sessions[name])
+            before = await session.state()
+            report = await session.resume()
+            assert (report.tokens, report.recomputed_tokens) == (0, session._core.record.kv_length)
+            assert report.reason is not None
+            assert report.reason.startswith("missing: ")
+            after = await session.state()
+            assert (after.kept, after.items, after.next_position) == (before.kept, before.items, before.next_position)
+            assert after.kv_tokens == 0
+            reply = await go_on(kv, session.id, 0)
+            assert (reply.restore.recompute, reply.restore.reason) == (way, report.reason)
+            if way == "replay":
+                assert_equal_replies(reply, prepared.twins[name][0])
+            await check_held(kv, session)
 
 
 async def test_a_kill_between_a_smaller_window_and_its_store_leaves_a_state_that_fits(

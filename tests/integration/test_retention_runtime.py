@@ -4,6 +4,7 @@ the policy of a living session."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from driving import assert_same, prompt, snapshot
-from homes import CONTEXT, chat_folder, check_session, model_folder, opened, said, turns
+from homes import CONTEXT, chat_folder, check_session, model_folder, opened, said, turns, written
 from retaining import assert_equal_replies, check_held, check_stored, held_after, positions, same_words
 
 from agentkv import AgentKV
@@ -22,6 +23,7 @@ from agentkv.errors import (
     DatabaseUnavailable,
     InvalidRequest,
     SessionBusy,
+    StorageFull,
     Unsupported,
 )
 from agentkv.policies.retention import RETENTION, Full, RetentionPolicy, SessionView, SinkWindow, TurnWindow
@@ -138,6 +140,40 @@ async def test_positions_that_start_anew_are_stored_and_restored(models: Path, t
             assert len(session._core.kv.placement.bases) > 1
     for one, other in zip(replies[:12], replies[12:], strict=True):
         assert_equal_replies(one, other)
+
+
+async def test_a_prefix_that_a_long_first_turn_evicted_is_no_resume_point(models: Path, tmp_path: Path) -> None:
+    async with opened(tmp_path / "home", chat_folder(models, "gemma3")) as kv:
+        session = await kv.sessions.create(system=SYSTEM, policy="sliding:64")
+        await session.send(same_words(150), max_tokens=5)
+        await check_stored(kv, session)
+        pinned = await kv.sessions.create(system=SYSTEM, policy="sink:64")
+        await pinned.send(same_words(150), max_tokens=5)
+        await check_stored(kv, pinned)
+        points = (await kv.sessions.repository.manifest(pinned.id)).resume_points
+        assert points[0].position == (await pinned.state()).pinned.stop
+
+
+async def test_two_collectors_do_not_delete_each_others_chunks(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second would take the first one's claims for a crash's, and delete what was written anew since."""
+    async with opened(tmp_path / "home", model_folder(models)) as kv:
+        session, writer = await kv.sessions.create(policy="sink:64"), kv.sessions.tiers.writer
+        await said(session, turns(3, tokens=20))
+        await written(kv)
+        deleted: list[str] = []
+        delete = kv.sessions.tiers.blobs.delete
+
+        def slow(name: str) -> Any:
+            deleted.append(name)
+            time.sleep(0.05)
+            return delete(name)
+
+        monkeypatch.setattr(kv.sessions.tiers.blobs, "delete", slow)
+        await kv.sessions.repository.truncate_manifest(session.id, 0)
+        await asyncio.gather(*(writer.collect_garbage() for _ in range(3)))
+        assert len(deleted) == len(set(deleted)) > 0
 
 
 # -- turns that fail --------------------------------------------------------------------------------------------------
@@ -373,6 +409,19 @@ async def test_a_busy_session_keeps_its_policy(models: Path, tmp_path: Path, lay
             await session.set_policy("full")
         assert (await task).usage.completion_tokens == 200
         assert (await session.state()).policy == "sink:64"
+        await check_held(kv, session)
+
+
+async def test_a_static_session_that_can_go_nowhere_keeps_its_policy(models: Path, tmp_path: Path) -> None:
+    async with opened(
+        tmp_path / "home", model_folder(models), layout="static", disk_budget=1000, host_budget=1000
+    ) as kv:
+        session = await kv.sessions.create(policy="sink:64")
+        await said(session, turns(3, tokens=30))
+        with pytest.raises(StorageFull):
+            await session.set_policy("sink:128")
+        assert (await session.state()).policy == "sink:64"
+        await said(session, turns(3, tokens=30))
         await check_held(kv, session)
 
 

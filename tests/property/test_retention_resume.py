@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from families import VOCAB
@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from retaining import assert_equal_replies, check_held, check_stored, positions
 
 from agentkv import AgentKV
+from agentkv.policies.retention import RETENTION, RetentionPolicy, SessionView
 from agentkv.sessions.session import Session
+from agentkv.types import Span
 
 POLICIES = (
     "sink:48",
@@ -27,6 +29,26 @@ POLICIES = (
     "turns:96,keep_last_turns=1,drop_tool_results_first=false",
     "sink:128,slack=1",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _first_words() -> Iterator[None]:
+    RETENTION._known["first"] = FirstWords
+    yield
+    del RETENTION._known["first"]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstWords(RetentionPolicy):
+    """A third party's: the first tokens stay, the last ones go. A turn may leave nothing of itself to be stored."""
+
+    name: ClassVar[str] = "first"
+
+    window: int
+
+    def keep(self, view: SessionView) -> tuple[Span, ...]:
+        most = Span(0, self.window // 2)
+        return tuple(span for held in view.retained for span in (held.intersect(most),) if len(span))
 
 
 @dataclass
@@ -242,7 +264,7 @@ LONG: list[tuple[Any, ...]] = [
 """Prompts and generations longer than the window, and evictions between all kinds of rests."""
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "first:64"])
 @pytest.mark.parametrize("codec", ["exact", pytest.param("raw", marks=pytest.mark.full)])
 def test_long_turns_between_rests(bench: Bench, policy: str, codec: str) -> None:
     bench.runner.run(Played(bench).play(policy, codec, LONG))
