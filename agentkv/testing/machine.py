@@ -45,6 +45,10 @@ class State:
     def room(self) -> int:
         return LIMIT - len(self.naive.held)
 
+    def forget(self) -> None:
+        """Undo records are let go, as their owner does."""
+        self.undo, self.open = [], None
+
 
 def packed_step(layout: Layout[Any], states: Sequence[State], counts: Sequence[int], seed: int) -> None:
     """One packed step over ``states``, as an engine does it, compared in every layer."""
@@ -270,6 +274,16 @@ class LayoutMachine(RuleBasedStateMachine):
     def fork(self, state: State) -> State:
         return self._add(State(state.kv.fork(), state.naive.copy()))
 
+    @rule(
+        target=states, state=states, counts=st.tuples(st.integers(1, 4), st.integers(1, 4)), seed=st.integers(0, 2**20)
+    )
+    def fork_and_go_on(self, state: State, counts: tuple[int, int], seed: int) -> State:
+        """Both sides write where neither had written."""
+        twin = self.fork(state)
+        if state.room > max(counts):
+            packed_step(self.layout, [state, twin], counts, seed)
+        return twin
+
     @precondition(lambda self: len(self.live) > 1)
     @rule(state=consumes(states))
     def close(self, state: State) -> None:
@@ -286,6 +300,7 @@ class LayoutMachine(RuleBasedStateMachine):
         for use in uses:
             assert raises(Closed, use), "a closed state was used"
         kv.close()
+        state.forget()
 
     # -- storing and restoring ----------------------------------------------------------------------------------------
 
@@ -373,3 +388,4 @@ class LayoutMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for state in self.live:
             state.kv.close()
+            state.forget()

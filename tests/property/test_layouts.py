@@ -14,6 +14,10 @@ from agentkv.codecs import KVBlock
 from agentkv.kv.contiguous import ContiguousKV
 from agentkv.kv.contract import Layout, Undo
 from agentkv.kv.dynamic import DynamicKV, DynamicLayout
+from agentkv.kv.paged import PagedKV, PagedLayout
+from agentkv.kv.paged_pool import PagePool
+from agentkv.kv.paged_step import Turns
+from agentkv.kv.paged_table import PageTable
 from agentkv.kv.static import StaticLayout
 from agentkv.testing.layouts import MakeLayout, layout_machine
 from agentkv.types import KVGeometry, Placement, Span
@@ -25,6 +29,22 @@ TestDynamic.settings = SETTINGS
 
 TestStatic = layout_machine(StaticLayout).TestCase
 TestStatic.settings = SETTINGS
+
+
+def paged(geometry: KVGeometry, device: torch.device) -> PagedLayout:
+    return PagedLayout(geometry, device, page_tokens=8)
+
+
+class PagedMachine(layout_machine(paged)):  # type: ignore[misc]
+    def teardown(self) -> None:
+        """Once all states are closed and all records gone, no page is in use."""
+        super().teardown()
+        self.live.clear()
+        assert self.layout.nbytes == sum(pool.free for pool in self.layout.pools) == 0
+
+
+TestPaged = PagedMachine.TestCase
+TestPaged.settings = SETTINGS
 
 
 # -- controls: each breaks one promise, and must be found --------------------------------------------------------------
@@ -82,6 +102,43 @@ class WindowBehindTheFloor(DynamicKV):
                 buffers.base = max(0, self.length - 1)
 
 
+class WritesIntoTheSharedPage(PageTable):
+    def reserve(self, tokens: int) -> None:
+        writable, self.pool.writable = self.pool.writable, lambda page, slot: True
+        super().reserve(tokens)
+        self.pool.writable = writable
+
+
+class RecordsThatHoldNothing(PagePool):
+    def hold(self, pages: Sequence[int], fill: int) -> None:
+        pass
+
+    def drop(self, pages: Sequence[int]) -> None:
+        pass
+
+
+def broken_paged(
+    table: type[PageTable] = PageTable, pool: type[PagePool] = PagePool, step: type[PagedLayout] = PagedLayout
+) -> MakeLayout:
+    class Broken(step):  # type: ignore[misc, valid-type]
+        def open(self, tokens: int = 0, limit: int | None = None) -> PagedKV:
+            kv: PagedKV = super().open(tokens, limit)
+            kv._tables = [table(each) for each in self.pools]
+            return kv
+
+    def make(geometry: KVGeometry, device: torch.device) -> Layout[Any]:
+        layout = Broken(geometry, device, page_tokens=8)
+        layout.pools = [pool(group, torch.float32, device, 8) for group in geometry.groups]
+        return layout
+
+    return make
+
+
+class TurnsTooFar(PagedLayout):
+    def _turns(self, index: int, deltas: list[tuple[int, int]]) -> tuple[int, Turns]:
+        return super()._turns(index, [(tokens, delta + 1 if delta else 0) for tokens, delta in deltas])
+
+
 def broken(kind: type[DynamicKV]) -> MakeLayout:
     class Broken(DynamicLayout):
         def open(self, tokens: int = 0, limit: int | None = None) -> DynamicKV:
@@ -93,9 +150,9 @@ def broken(kind: type[DynamicKV]) -> MakeLayout:
     return make
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
+CONTROLS = {
+    kind.__name__: broken(kind)
+    for kind in (
         KeysNotTurned,
         WritesIntoTheFork,
         ForgetsWhatWasEvicted,
@@ -103,9 +160,16 @@ def broken(kind: type[DynamicKV]) -> MakeLayout:
         ReadsTurnedKeys,
         NeverRebases,
         WindowBehindTheFloor,
-    ],
-)
-def test_the_suite_finds(kind: type[DynamicKV]) -> None:
+    )
+} | {
+    "WritesIntoTheSharedPage": broken_paged(table=WritesIntoTheSharedPage),
+    "RecordsThatHoldNothing": broken_paged(pool=RecordsThatHoldNothing),
+    "TurnsTooFar": broken_paged(step=TurnsTooFar),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CONTROLS))
+def test_the_suite_finds(name: str) -> None:
     quick = settings(
         max_examples=200,
         stateful_step_count=25,
@@ -115,4 +179,4 @@ def test_the_suite_finds(kind: type[DynamicKV]) -> None:
         suppress_health_check=list(HealthCheck),
     )
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(layout_machine(broken(kind)), settings=quick)
+        run_state_machine_as_test(layout_machine(CONTROLS[name]), settings=quick)

@@ -1,0 +1,149 @@
+"""One packed step over paged live KV: which rows of which slabs are written and gathered, and how keys are turned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentkv.kv.attention import Reach, attend
+from agentkv.kv.contract import AttentionTraits, Layout, Slot
+from agentkv.kv.paged_pool import Rows
+from agentkv.rope import Rotation
+from agentkv.types import KVGeometry, Span
+
+if TYPE_CHECKING:
+    from agentkv.kv.paged import PagedKV
+
+__all__ = ["PagedPlan", "PagedStepping"]
+
+Turns = dict[Rotation, tuple[Tensor, Tensor]]
+"""Cosines and sines ``[moved, 1, pairs]`` of the first ``moved`` keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    """One session in one layer group: ``writes`` take its new rows in order, ``reads`` are what its queries attend."""
+
+    writes: list[Rows]
+    reads: list[Rows]
+    moved: int
+    turns: Turns
+    reach: Reach
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """One session's share of a step: rows ``[start, start + tokens)``."""
+
+    start: int
+    tokens: int
+    groups: tuple[_GroupPlan, ...]
+
+
+class PagedStepping(Layout[list[PagedPlan]]):
+    """What the ``paged`` layout does in a step.
+
+    Attention gathers a session's rows as ``[L, Hkv, D]``: the strides, and so the bits, are the same wherever the pages
+    lie.
+    """
+
+    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        super().__init__(geometry, device)
+        self._dtype: torch.dtype = getattr(torch, geometry.dtype)
+        self._where = {
+            layer: (index, position)
+            for index, group in enumerate(geometry.groups)
+            for position, layer in enumerate(group.layers)
+        }
+        self._rotations: list[set[Rotation]] = [
+            {r for layer in group.layers if geometry.rotations and (r := geometry.rotations[layer]) is not None}
+            for group in geometry.groups
+        ]
+
+    def plan(self, slots: Sequence[Slot]) -> list[PagedPlan]:
+        return [self._plan_slot(slot) for slot in slots]
+
+    def _plan_slot(self, slot: Slot) -> PagedPlan:
+        kv: PagedKV = slot.kv  # type: ignore[assignment]  # this layout opened it
+        tokens, groups = slot.tokens, []
+        for index, group in enumerate(self.geometry.groups):
+            table, held = kv.table(index), kv.held(index)
+            past = table.tokens
+            new = table.upcoming(tokens)
+            # Tokens [first, past + tokens) are visible to at least one of the queries, which go behind past.
+            first = 0 if group.window is None else max(0, past - group.window + 1)
+            if first:
+                held = (Span(table.base + first, table.base + past),)
+            moved, turns = self._turns(index, kv.deltas(held))
+            reach = Reach(tokens, past - first, group.window, self._dtype, self.device)
+            reads = table.rows([*table.cut(first, past), *new])
+            groups.append(_GroupPlan(table.rows(new), reads, moved, turns, reach))
+        return PagedPlan(slot.start, tokens, tuple(groups))
+
+    def _turns(self, index: int, deltas: list[tuple[int, int]]) -> tuple[int, Turns]:
+        """How many of the first keys are turned, and how far."""
+        while deltas and not deltas[-1][1]:
+            deltas.pop()
+        if not deltas:
+            return 0, {}
+        counts = torch.tensor([tokens for tokens, _ in deltas])
+        by = torch.tensor([delta for _, delta in deltas], dtype=torch.float64)
+        wide = torch.promote_types(self._dtype, torch.float32)
+        turns: Turns = {}
+        for rotation in self._rotations[index]:
+            angles = by[:, None] * torch.tensor(rotation.frequencies, dtype=torch.float64)
+            cos, sin = (
+                f(angles).to(wide).repeat_interleave(counts, 0)[:, None].to(self.device) for f in (torch.cos, torch.sin)
+            )
+            turns[rotation] = (cos, sin)
+        return int(counts.sum()), turns
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, meta: list[PagedPlan]) -> None:
+        group, position = self._where[layer]
+        into, new = [], []
+        for slot in meta:
+            at = slot.start
+            for slab, row, n in slot.groups[group].writes:
+                into.append(slab.keys[position].narrow(0, row, n))
+                into.append(slab.values[position].narrow(0, row, n))
+                new.append(keys.narrow(1, at, n).transpose(0, 1))
+                new.append(values.narrow(1, at, n).transpose(0, 1))
+                at += n
+        torch._foreach_copy_(into, new)
+
+    def attend(self, layer: int, queries: Tensor, meta: list[PagedPlan], traits: AttentionTraits) -> Tensor:
+        group, position = self._where[layer]
+        rotation = self.geometry.rotations[layer] if self.geometry.rotations else None
+        outputs = []
+        for slot in meta:
+            plan = slot.groups[group]
+            k = _gathered([slab.keys[position].narrow(0, row, n) for slab, row, n in plan.reads])
+            v = _gathered([slab.values[position].narrow(0, row, n) for slab, row, n in plan.reads])
+            if plan.moved and rotation is not None:
+                if len(plan.reads) == 1:
+                    k = k.clone()  # it is the page itself
+                _turn(k[: plan.moved], *plan.turns[rotation], rotation.interleaved)
+            q = queries.narrow(1, slot.start, slot.tokens)
+            outputs.append(attend(q, k.transpose(0, 1), v.transpose(0, 1), plan.reach, traits))
+        padding = queries.shape[1] - meta[-1].start - meta[-1].tokens
+        if padding:
+            # Their output is discarded, but must be finite.
+            outputs.append(outputs[0].new_zeros((padding, *outputs[0].shape[1:])))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _gathered(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _turn(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """``keys [T, Hkv, D]`` in place, with the arithmetic of :func:`agentkv.rope.rotate`: rounded once."""
+    n = cos.shape[-1]
+    first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(n), slice(n, 2 * n))
+    x, y = keys[..., first].to(cos.dtype), keys[..., second].to(cos.dtype)
+    a, b = x * cos - y * sin, x * sin + y * cos
+    keys[..., first], keys[..., second] = a.to(keys.dtype), b.to(keys.dtype)
