@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from agentkv.types import Span
 
 POLICY = "sink:96:8"
 NEXT = [prompt(11, 70 + i) for i in range(3)]
-TOKENS = 30
+TOKENS = 14
 
 
 # -- bad chunks -------------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ class Prepared:
 
 PASTS = {
     # kv_length at most twice what is held, and far more
-    "short": [prompt(20 + i, 1) for i in range(4)],
+    "short": [prompt(28 + i, 1) for i in range(4)],
     "long": [prompt(30 + i, 2) for i in range(12)],
 }
 
@@ -80,7 +81,7 @@ async def prepare(root: Path, family: str) -> Prepared:
     async with opened(root / "home", model) as kv:
         for name, past in PASTS.items():
             session = await kv.sessions.create(policy=POLICY)
-            await said(session, past, 12)
+            await said(session, past, 4)
             sessions[name] = session.id
             state = await session.state()
             assert state.evicted
@@ -91,7 +92,7 @@ async def prepare(root: Path, family: str) -> Prepared:
     async with opened(root / "twin", model) as kv:
         for name, past in PASTS.items():
             twin = await kv.sessions.create(policy=POLICY)
-            await said(twin, past, 12)
+            await said(twin, past, 4)
             twins[name] = [await go_on(kv, twin.id, i) for i in range(len(NEXT))]
     return Prepared(family, model, root / "home", sessions, chunks, twins)
 
@@ -101,8 +102,13 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return asyncio.run(prepare(tmp_path_factory.mktemp(request.param), request.param))
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "damage"),
+    [
+        *zip(PLACES, DAMAGE, strict=True),
+        *(pytest.param(*both, marks=pytest.mark.full) for both in product(PLACES, DAMAGE)),
+    ],
+)
 async def test_a_bad_chunk_is_replayed_or_the_retained_tokens_computed(
     prepared: Prepared, tmp_path: Path, place: str, damage: Callable[[Path], None]
 ) -> None:
@@ -268,8 +274,7 @@ async def test_a_replay_by_another_model_is_what_it_would_have_said(prepared: Pr
 # -- bad chunks around a change of policy -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lost", ["pinned", "last", "all"])
-@pytest.mark.parametrize("layout", ["dynamic", "static"])
+@pytest.mark.parametrize(("lost", "layout"), [("pinned", "static"), ("last", "dynamic"), ("all", "dynamic")])
 async def test_what_was_held_before_the_window_shrank_is_computed_before_it_evicts(
     prepared: Prepared, tmp_path: Path, lost: str, layout: str
 ) -> None:
@@ -408,7 +413,7 @@ async def test_a_kill_between_a_smaller_window_and_its_store_leaves_a_state_that
 # -- a disk that refuses ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["dynamic", "static"])
+@pytest.mark.parametrize("layout", ["dynamic", pytest.param("static", marks=pytest.mark.full)])
 async def test_what_the_disk_refuses_waits_in_host_memory_with_its_gaps(
     prepared: Prepared, tmp_path: Path, layout: str
 ) -> None:
@@ -422,7 +427,7 @@ async def test_what_the_disk_refuses_waits_in_host_memory_with_its_gaps(
             if i in (5, 8):
                 blobs.budget_bytes = 2**40  # type: ignore[attr-defined]
             ids = prompt(100 if i % 3 == 0 else 15, i)
-            mine, other = [await one.generate_tokens(ids, max_tokens=20, logprobs=0) for one in (session, twin)]
+            mine, other = [await one.generate_tokens(ids, max_tokens=8, logprobs=0) for one in (session, twin)]
             assert_equal_replies(mine, other)
             assert mine.restore.reason is None
             assert mine.usage == other.usage
@@ -438,21 +443,21 @@ async def test_what_the_disk_refuses_waits_in_host_memory_with_its_gaps(
 # -- kill -9 ----------------------------------------------------------------------------------------------------------
 
 POINTS = {
-    "turn.before_commit": (1, 3),
+    "turn.before_commit": (2,),
     "turn.after_commit": (1, 3),
-    "store.encoded": (1, 3),
-    "store.before_manifest": (1, 2, 4),
+    "store.encoded": (1,),
+    "store.before_manifest": (2, 4),
     "store.after_manifest": (1, 3),
     "suspend.begin": (1,),
     "suspend.flushed": (2,),
     "suspend.end": (1,),
-    "gc.before_forget": (1, 2, 3),
+    "gc.before_forget": (1, 2),
     "blob.mid_write": (2,),
     "restore.before_read": (2,),
 }
 TURNS = 4
 INPUTS = [prompt(n, 30 + n) for n in (25, 140, 9, 60, 30, 30)]
-SPOKEN = 25
+SPOKEN = 15
 
 
 @dataclass(frozen=True)
@@ -591,7 +596,7 @@ def kill_at_random(nursery: Nursery, killable: Killable, tmp_path: Path, number:
     asyncio.run(survives(home, killable, reports))
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_a_kill_at_a_random_moment_loses_no_committed_turn(
     killable: Killable, nursery: Nursery, tmp_path: Path, number: int, seed: int
 ) -> None:
