@@ -1,6 +1,7 @@
 """Live KV: the layout contract and its implementations."""
 
 from agentkv.kv import dynamic as _dynamic  # noqa: F401  (registers itself)
+from agentkv.kv import offloaded as _offloaded  # noqa: F401
 from agentkv.kv import paged as _paged  # noqa: F401
 from agentkv.kv import static as _static  # noqa: F401
 from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV

@@ -12,6 +12,7 @@ from torch import Tensor
 from agentkv.kv.attention import Reach, attend
 from agentkv.kv.contract import AttentionTraits, Layout, Slot
 from agentkv.kv.paged_pool import Rows
+from agentkv.kv.stepping import joined
 from agentkv.rope import Rotation
 from agentkv.types import KVGeometry, Span
 
@@ -129,11 +130,22 @@ class PagedStepping(Layout[list[PagedPlan]]):
                 _turn(k[: plan.moved], *plan.turns[rotation], rotation.interleaved)
             q = queries.narrow(1, slot.start, slot.tokens)
             outputs.append(attend(q, k.transpose(0, 1), v.transpose(0, 1), plan.reach, traits))
-        padding = queries.shape[1] - meta[-1].start - meta[-1].tokens
-        if padding:
-            # Their output is discarded, but must be finite.
-            outputs.append(outputs[0].new_zeros((padding, *outputs[0].shape[1:])))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined(outputs, queries.shape[1])
+
+    def gather(self, layer: int, slot: PagedPlan, keys: Tensor, values: Tensor) -> None:
+        """Copy what the slot's queries see of older tokens, turned, into ``[Hkv, past, D]`` tensors."""
+        group, position = self._where[layer]
+        plan = slot.groups[group]
+        past, at = plan.reach.past, 0
+        for slab, row, n in plan.reads:
+            n = min(n, past - at)
+            if n:
+                keys[:, at : at + n] = slab.keys[position].narrow(0, row, n).transpose(0, 1)
+                values[:, at : at + n] = slab.values[position].narrow(0, row, n).transpose(0, 1)
+            at += n
+        rotation = self.geometry.rotations[layer] if self.geometry.rotations else None
+        if plan.moved and rotation is not None:
+            _turn(keys[:, : plan.moved].transpose(0, 1), *plan.turns[rotation], rotation.interleaved)
 
 
 def _gathered(parts: list[Tensor]) -> Tensor:

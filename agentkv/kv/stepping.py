@@ -14,7 +14,7 @@ from agentkv.kv.contiguous import ContiguousKV
 from agentkv.kv.contract import AttentionTraits, Layout, Slot
 from agentkv.types import KVGeometry
 
-__all__ = ["ContiguousLayout", "SlotPlan"]
+__all__ = ["ContiguousLayout", "SlotPlan", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,21 @@ class ContiguousLayout(Layout[list[SlotPlan]]):
             v = plan.buffers.values[position].narrow(1, plan.first, plan.count)
             q = queries.narrow(1, slot.start, slot.tokens)
             outputs.append(attend(q, k, v, plan.reach, traits))
-        padding = queries.shape[1] - meta[-1].start - meta[-1].tokens
-        if padding:
-            # Their output is discarded, but must be finite.
-            outputs.append(outputs[0].new_zeros((padding, *outputs[0].shape[1:])))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined(outputs, queries.shape[1])
+
+    def gather(self, layer: int, slot: SlotPlan, keys: Tensor, values: Tensor) -> None:
+        """Copy what the slot's queries see of older tokens, turned, into ``[Hkv, past, D]`` tensors."""
+        group, position = self._where[layer]
+        plan = slot.groups[group]
+        past = plan.count - slot.tokens
+        keys.copy_(plan.buffers.keys[position].narrow(1, plan.first, past))
+        values.copy_(plan.buffers.values[position].narrow(1, plan.first, past))
+
+
+def joined(outputs: list[Tensor], rows: int) -> Tensor:
+    """The slots' outputs ``[T, Hq, Dv]`` as one for all ``rows`` of the batch."""
+    padding = rows - sum(out.shape[0] for out in outputs)
+    if padding:
+        # Their output is discarded, but must be finite.
+        outputs = [*outputs, outputs[0].new_zeros((padding, *outputs[0].shape[1:]))]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

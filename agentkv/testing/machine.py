@@ -279,7 +279,7 @@ class LayoutMachine(RuleBasedStateMachine):
     )
     def fork_and_go_on(self, state: State, counts: tuple[int, int], seed: int) -> State:
         """Both sides write where neither had written."""
-        twin = self.fork(state)
+        twin = self._add(State(state.kv.fork(), state.naive.copy()))
         if state.room > max(counts):
             packed_step(self.layout, [state, twin], counts, seed)
         return twin

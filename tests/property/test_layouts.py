@@ -14,6 +14,8 @@ from agentkv.codecs import KVBlock
 from agentkv.kv.contiguous import ContiguousKV
 from agentkv.kv.contract import Layout, Undo
 from agentkv.kv.dynamic import DynamicKV, DynamicLayout
+from agentkv.kv.offloaded import OffloadedLayout
+from agentkv.kv.offloaded_staging import Prefetcher
 from agentkv.kv.paged import PagedKV, PagedLayout
 from agentkv.kv.paged_pool import PagePool
 from agentkv.kv.paged_step import Turns
@@ -22,7 +24,7 @@ from agentkv.kv.static import StaticLayout
 from agentkv.testing.layouts import MakeLayout, layout_machine
 from agentkv.types import KVGeometry, Placement, Span
 
-SETTINGS = settings(max_examples=20, stateful_step_count=25)
+SETTINGS = settings(max_examples=50, stateful_step_count=25)
 
 TestDynamic = layout_machine(DynamicLayout).TestCase
 TestDynamic.settings = SETTINGS
@@ -45,6 +47,12 @@ class PagedMachine(layout_machine(paged)):  # type: ignore[misc]
 
 TestPaged = PagedMachine.TestCase
 TestPaged.settings = SETTINGS
+
+TestOffloaded = layout_machine(OffloadedLayout).TestCase
+TestOffloaded.settings = SETTINGS
+
+TestOffloadedPaged = layout_machine(lambda geometry, device: OffloadedLayout(geometry, device, paged)).TestCase
+TestOffloadedPaged.settings = SETTINGS
 
 
 # -- controls: each breaks one promise, and must be found --------------------------------------------------------------
@@ -139,6 +147,17 @@ class TurnsTooFar(PagedLayout):
         return super()._turns(index, [(tokens, delta + 1 if delta else 0) for tokens, delta in deltas])
 
 
+class FetchesIntoOneBuffer(Prefetcher):
+    def _of(self, layer: int) -> Any:
+        return self._buffers[0]
+
+
+def broken_staging(geometry: KVGeometry, device: torch.device) -> Layout[Any]:
+    layout = OffloadedLayout(geometry, device)
+    layout._prefetcher = FetchesIntoOneBuffer(torch.float32, device)
+    return layout
+
+
 def broken(kind: type[DynamicKV]) -> MakeLayout:
     class Broken(DynamicLayout):
         def open(self, tokens: int = 0, limit: int | None = None) -> DynamicKV:
@@ -164,6 +183,7 @@ CONTROLS = {
 } | {
     "WritesIntoTheSharedPage": broken_paged(table=WritesIntoTheSharedPage),
     "RecordsThatHoldNothing": broken_paged(pool=RecordsThatHoldNothing),
+    "FetchesIntoOneBuffer": broken_staging,
     "TurnsTooFar": broken_paged(step=TurnsTooFar),
 }
 
