@@ -184,6 +184,8 @@ class Played:
             self.where = "disk"
 
     async def set_policy(self, policy: str) -> None:
+        if (await (await self.pair())[0].state()).policy == policy:
+            return
         for session in await self.pair():
             await session.set_policy(policy)
         if self.bench.layout == "static" and self.where == "device":
