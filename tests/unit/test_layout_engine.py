@@ -1,4 +1,4 @@
-"""A real engine over every layout: the same tokens, whatever the layout, in company, after evictions, after a rollback."""
+"""A real engine over every layout says the same: in company, after evictions, after a rollback."""
 
 from __future__ import annotations
 
