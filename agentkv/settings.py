@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     )
     layout: str = Field(
         "auto",
-        description="How live KV is stored: `dynamic`, `static`, `paged`, `offloaded`; `auto` chooses by device.",
+        description="How live KV is stored: `dynamic` (and `auto`), `static`, `paged`, `offloaded`, `offloaded:paged`.",
     )
     default_policy: str = Field("full", description="Retention policy of sessions that name none, e.g. `sink:4096`.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: one a core.")

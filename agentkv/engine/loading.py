@@ -71,6 +71,7 @@ def pick_device(name: str) -> torch.device:
 def load(local: LocalModel, settings: Settings) -> LoadedModel:
     """Load weights and tokenizer, check that the model can be right here, prepare the engine."""
     device = pick_device(settings.device)
+    make_layout = LAYOUTS.get("dynamic" if settings.layout == "auto" else settings.layout)
     if settings.threads and device.type == "cpu":
         torch.set_num_threads(settings.threads)
     dtype = "auto" if settings.dtype == "auto" else getattr(torch, settings.dtype)
@@ -82,8 +83,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
         raise ModelUnavailable(local.name, {str(local.path): str(error).splitlines()[0]}) from error
     adapter = ModelAdapter(model.to(device))
     pack_linears(model)
-    layout_name = "dynamic" if settings.layout == "auto" else settings.layout
-    layout = LAYOUTS.get(layout_name)(adapter.geometry, device)
+    layout = make_layout(adapter.geometry, device)
     if adapter.switches:
         layout.rebase_at = 0  # at each eviction: the next position is then what is held, which the window bounds
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)
