@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["Rotation", "rotate"]
+__all__ = ["Rotation", "angles", "rotate", "turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,32 +30,39 @@ class Rotation:
     interleaved: bool = False
 
 
-def rotate(keys: Tensor, deltas: Sequence[tuple[int, int]], rotation: Rotation) -> Tensor:
-    """``keys [H, T, D]`` moved on by whole positions; a new tensor of the same dtype, rounded once.
+def angles(deltas: Sequence[tuple[int, int]], rotation: Rotation, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[T, n]`` for ``deltas``: ``(tokens, delta)`` in order, T tokens together.
 
-    ``deltas``: ``(tokens, delta)`` in order, their tokens add up to T. Computed in float32 (float64 keys: in float64)
-    from float64 angles.
+    Made in float64, given in the dtype that keys of ``dtype`` are turned in: float32, or wider where they are.
     """
     import torch
 
+    counts = torch.tensor([tokens for tokens, _ in deltas])
+    by = torch.tensor([delta for _, delta in deltas], dtype=torch.float64)
+    each = by[:, None] * torch.tensor(rotation.frequencies, dtype=torch.float64)
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.cos(each).to(wide).repeat_interleave(counts, 0), torch.sin(each).to(wide).repeat_interleave(counts, 0)
+
+
+def turn(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Turn ``keys [..., D]`` in place by angles ``[..., n]`` that broadcast with them; rounded once."""
+    n = cos.shape[-1]
+    first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(n), slice(n, 2 * n))
+    x, y = keys[..., first].to(cos.dtype), keys[..., second].to(cos.dtype)
+    a, b = x * cos - y * sin, x * sin + y * cos
+    keys[..., first], keys[..., second] = a.to(keys.dtype), b.to(keys.dtype)
+
+
+def rotate(keys: Tensor, deltas: Sequence[tuple[int, int]], rotation: Rotation) -> Tensor:
+    """``keys [H, T, D]`` moved on by whole positions; a new tensor of the same dtype, rounded once.
+
+    ``deltas``: ``(tokens, delta)`` in order, their tokens add up to T.
+    """
     n = len(rotation.frequencies)
     if sum(tokens for tokens, _ in deltas) != keys.shape[1] or 2 * n > keys.shape[2]:
         raise ValueError(f"keys {tuple(keys.shape)} do not fit {list(deltas)} and {n} frequencies")
-    frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64)
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    cos, sin = [], []
-    for tokens, delta in deltas:
-        angles = frequencies * delta
-        cos.append(torch.cos(angles).to(wide).expand(tokens, n))
-        sin.append(torch.sin(angles).to(wide).expand(tokens, n))
-    cosines, sines = torch.cat(cos).to(keys.device), torch.cat(sin).to(keys.device)
     out = keys.clone()
-    if rotation.interleaved:
-        x, y = keys[..., 0 : 2 * n : 2].to(wide), keys[..., 1 : 2 * n : 2].to(wide)
-        out[..., 0 : 2 * n : 2] = (x * cosines - y * sines).to(keys.dtype)
-        out[..., 1 : 2 * n : 2] = (x * sines + y * cosines).to(keys.dtype)
-    else:
-        x, y = keys[..., :n].to(wide), keys[..., n : 2 * n].to(wide)
-        out[..., :n] = (x * cosines - y * sines).to(keys.dtype)
-        out[..., n : 2 * n] = (x * sines + y * cosines).to(keys.dtype)
+    if n and deltas:
+        cos, sin = angles(deltas, rotation, keys.dtype)
+        turn(out, cos.to(keys.device), sin.to(keys.device), rotation.interleaved)
     return out

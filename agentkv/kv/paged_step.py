@@ -13,7 +13,7 @@ from agentkv.kv.attention import Reach, attend
 from agentkv.kv.contract import AttentionTraits, Layout, Slot
 from agentkv.kv.paged_pool import Rows
 from agentkv.kv.stepping import joined
-from agentkv.rope import Rotation
+from agentkv.rope import Rotation, angles, turn
 from agentkv.types import KVGeometry, Span
 
 if TYPE_CHECKING:
@@ -91,17 +91,11 @@ class PagedStepping(Layout[list[PagedPlan]]):
             deltas.pop()
         if not deltas:
             return 0, {}
-        counts = torch.tensor([tokens for tokens, _ in deltas])
-        by = torch.tensor([delta for _, delta in deltas], dtype=torch.float64)
-        wide = torch.promote_types(self._dtype, torch.float32)
         turns: Turns = {}
         for rotation in self._rotations[index]:
-            angles = by[:, None] * torch.tensor(rotation.frequencies, dtype=torch.float64)
-            cos, sin = (
-                f(angles).to(wide).repeat_interleave(counts, 0)[:, None].to(self.device) for f in (torch.cos, torch.sin)
-            )
-            turns[rotation] = (cos, sin)
-        return int(counts.sum()), turns
+            cos, sin = angles(deltas, rotation, self._dtype)
+            turns[rotation] = (cos[:, None].to(self.device), sin[:, None].to(self.device))
+        return sum(tokens for tokens, _ in deltas), turns
 
     def write(self, layer: int, keys: Tensor, values: Tensor, meta: list[PagedPlan]) -> None:
         group, position = self._where[layer]
@@ -127,7 +121,7 @@ class PagedStepping(Layout[list[PagedPlan]]):
             if plan.moved and rotation is not None:
                 if len(plan.reads) == 1:
                     k = k.clone()  # it is the page itself
-                _turn(k[: plan.moved], *plan.turns[rotation], rotation.interleaved)
+                turn(k[: plan.moved], *plan.turns[rotation], rotation.interleaved)
             q = queries.narrow(1, slot.start, slot.tokens)
             outputs.append(attend(q, k.transpose(0, 1), v.transpose(0, 1), plan.reach, traits))
         return joined(outputs, queries.shape[1])
@@ -145,17 +139,8 @@ class PagedStepping(Layout[list[PagedPlan]]):
             at += n
         rotation = self.geometry.rotations[layer] if self.geometry.rotations else None
         if plan.moved and rotation is not None:
-            _turn(keys[:, : plan.moved].transpose(0, 1), *plan.turns[rotation], rotation.interleaved)
+            turn(keys[:, : plan.moved].transpose(0, 1), *plan.turns[rotation], rotation.interleaved)
 
 
 def _gathered(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _turn(keys: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """``keys [T, Hkv, D]`` in place, with the arithmetic of :func:`agentkv.rope.rotate`: rounded once."""
-    n = cos.shape[-1]
-    first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if interleaved else (slice(n), slice(n, 2 * n))
-    x, y = keys[..., first].to(cos.dtype), keys[..., second].to(cos.dtype)
-    a, b = x * cos - y * sin, x * sin + y * cos
-    keys[..., first], keys[..., second] = a.to(keys.dtype), b.to(keys.dtype)

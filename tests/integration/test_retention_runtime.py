@@ -33,6 +33,8 @@ from agentkv.types import Span
 POLICIES = ("sink:96", "sliding:64", "turns:128", "sink:64:4", "turns:112,keep_last_turns=1,slack=5")
 FAMILIES = ("llama", "gemma3", "gpt_neox")
 LAYOUTS = ("dynamic", "static")
+OTHER_LAYOUTS = ["paged", "offloaded", "offloaded:paged"]
+EVERY_LAYOUT = [*LAYOUTS, *OTHER_LAYOUTS]
 SYSTEM = "You are Bolt, a terse assistant."
 
 
@@ -41,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(params=LAYOUTS)
+@pytest.fixture(params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in OTHER_LAYOUTS)])
 def layout(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -71,7 +73,7 @@ async def conversation(session: Session, rounds: int) -> Any:
     ("family", "policy", "layout"),
     [
         *zip(FAMILIES * 2, POLICIES, LAYOUTS * 3, strict=False),
-        *(pytest.param(*all_of, marks=pytest.mark.full) for all_of in product(FAMILIES, POLICIES, LAYOUTS)),
+        *(pytest.param(*all_of, marks=pytest.mark.full) for all_of in product(FAMILIES, POLICIES, EVERY_LAYOUT)),
     ],
 )
 async def test_an_endless_session_stays_in_its_window_and_says_what_it_holds(
@@ -93,7 +95,9 @@ async def test_an_endless_session_stays_in_its_window_and_says_what_it_holds(
                 pinned = state.pinned.stop if policy != "sink:64:4" else 4
                 assert state.kept[0].stop >= pinned > 0
         assert len(ledger) > CONTEXT > state.kv_tokens
-        assert max(heights[6:]) <= max(heights[:6]), "device bytes are flat"
+        # Gaps in the middle: what lies before them has its keys twice, as computed and as attended.
+        twice = 1.5 if policy.startswith("turns") else 1.0
+        assert max(heights[6:]) <= twice * max(heights[:6]), "device bytes are flat"
         assert max(disk[12:]) <= 1.25 * max(disk[:12]), "and so are those on disk"
         assert state.items[0].evicted == policy.startswith("sliding")
         assert state.next_position == len(ledger) - 1
