@@ -54,7 +54,14 @@ class Bench:
         return self.reference(torch.tensor([ids]), use_cache=False).logits[0]
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda f: f.name)
+VARIANTS = {"gemma4", "qwen3_moe", "olmo2", "llama_llama3", "llama_yarn", "qwen2_yarn", "llama_dynamic"}
+"""Families whose KV state is of the same kind as another's: in the full suite only."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(f, id=f.name, marks=[pytest.mark.full] if f.name in VARIANTS else []) for f in FAMILIES],
+)
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     family: Family = request.param
     folder = tmp_path_factory.mktemp(family.name)
