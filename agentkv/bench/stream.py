@@ -21,7 +21,7 @@ from agentkv.kv.contract import Layout, SequenceKV, Slot
 from agentkv.policies.retention import SlidingWindow, parse_policy
 from agentkv.types import Span
 
-__all__ = ["bench_stream"]
+__all__ = ["bench_stream", "step"]
 
 _SYSTEM = "You are a patient assistant who reads documentation."
 
@@ -48,9 +48,7 @@ class _Fed:
         return 1000 * median(s / n for at, n, s in self.pieces if within.start <= at < within.stop)
 
 
-def _step(
-    model: LoadedModel, layout: Layout[Any], kv: SequenceKV, ids: Sequence[int], after: int | None
-) -> list[float]:
+def step(model: LoadedModel, layout: Layout[Any], kv: SequenceKV, ids: Sequence[int], after: int | None) -> list[float]:
     """Compute ``ids``; losses of the tokens that follow each of them, the last one being ``after``."""
     n = len(ids)
     kv.reserve(n)
@@ -76,7 +74,7 @@ def _feed(model: LoadedModel, layout: Layout[Any], retention: Retention, ids: Se
             kv.keep(fed.kept[at])
         n = min(piece, window - kv.tokens, len(ids) - at)
         after = ids[at + n] if at + n < len(ids) else None
-        fed.losses += _step(model, layout, kv, ids[at : at + n], after)
+        fed.losses += step(model, layout, kv, ids[at : at + n], after)
         fed.pieces.append((at, n, time.perf_counter() - started))
         fed.nbytes.append(kv.nbytes)
         at += n
@@ -94,9 +92,9 @@ def _from_scratch(model: LoadedModel, layout: Layout[Any], fed: _Fed, ids: Seque
             continue
         kv = layout.open()
         held = [token for span in fed.kept[begin] for token in ids[span.start : span.stop]]
-        first = _step(model, layout, kv, held, ids[begin])
+        first = step(model, layout, kv, held, ids[begin])
         after = ids[end] if end < len(ids) else None
-        found = [first[-1], *_step(model, layout, kv, ids[begin:end], after)]
+        found = [first[-1], *step(model, layout, kv, ids[begin:end], after)]
         losses += found[wanted.start - begin : wanted.stop - begin]
         kv.close()
     return math.exp(sum(losses) / len(losses))
