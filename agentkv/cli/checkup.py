@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import AgentKVError, HomeLocked
+from agentkv.policies.retention import parse_policy
 
 if TYPE_CHECKING:
     from agentkv.settings import Settings
@@ -63,6 +64,10 @@ class _Checkup:
                 facts["device"] = str(pick_device(self.settings.device))
             except AgentKVError as error:
                 self.problem(str(error), "set AGENTKV_DEVICE=auto, or pass --device cpu")
+            try:
+                parse_policy(self.settings.default_policy)
+            except AgentKVError as error:
+                self.problem(str(error), "set AGENTKV_DEFAULT_POLICY=full, or mend default_policy in agentkv.toml")
         return facts
 
     def home(self) -> dict[str, Any]:

@@ -97,8 +97,9 @@ class SessionInfo:
     ``ledger_tokens``: the conversation's length. ``kv_tokens``: of which have KV, on the device if ``state`` is
     ``live``. ``stored_tokens``: of which are on disk. Bytes: reserved on the device, encoded in host memory, encoded
     on disk. ``kept`` and ``evicted``: spans of the ledger that the retention policy holds or gave up, ``items`` the
-    same item by item. ``next_position``: at which the next token will be computed. ``bytes_by_layers``: bytes of the
-    held tokens' KV, by layer group (``full…``, ``sliding:…``).
+    same item by item; ``kept`` includes the last token, whose KV comes with the next turn. ``pinned``: the span of
+    system prompt and tools. ``next_position``: at which the next token will be computed. ``bytes_by_layers``: bytes of
+    the held tokens' KV, by layer group (``full…``, ``sliding:…``).
     """
 
     id: str

@@ -129,10 +129,23 @@ class Sessions:
             check_fits(retention, Span(0, core.record.pinned), self._model.context_limit)
             if text == core.record.policy:
                 return
+            self._check_pinned(core.record, retention)
             if core.kv is not None and self.tiers.layout.reserves:
                 # Reserved for the old policy's window: the next turn restores it into one of the right size.
                 await self.tiers.demote(core, Tier.HOST)
             core.record = await self.repository.update_session(core.id, policy=text, policy_since=core.record.kv_length)
+
+    @staticmethod
+    def _check_pinned(record: SessionRecord, policy: RetentionPolicy) -> None:
+        """No policy promises what an earlier one has evicted."""
+        wanted = min(policy.pinned_tokens(Span(0, record.pinned)), record.pinned, record.kv_length)
+        held = sum(len(span.intersect(Span(0, wanted))) for span in record.held.kept)
+        if policy.window is not None and held < wanted:
+            raise InvalidRequest(
+                f"policy {policy.name!r} keeps the first {wanted:,} tokens (system prompt and tools), of which "
+                f"{record.policy!r} has evicted {wanted - held:,}: go on under it or 'full', or begin a new session",
+                param="policy",
+            )
 
     def _head(self, core: SessionCore) -> tuple[ChatTemplate | None, list[int]]:
         if self._model.tokenizer is None:

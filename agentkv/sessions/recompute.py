@@ -22,14 +22,18 @@ _REPLAY_FACTOR = 2
 """Replay computes at most so many times the retained tokens. A guess, until rates are measured."""
 
 
-def replay_is_cheap(core: SessionCore, length: int) -> bool:
+def replay_is_cheap(core: SessionCore, length: int, reason: str | None) -> bool:
     """Whether to compute the ledger from ``length`` on through the policy, rather than the retained tokens alone.
 
-    Never where the policy was changed on the way, or tokens were passed over: that would not happen again.
+    Always where the tokens had not reached the disk (a killed process): they are those of its last turns, and the
+    session goes on exactly. Never where the policy was changed on the way, or tokens were passed over: that would not
+    happen again.
     """
     held = core.record.held
     lost = core.record.kv_length - length
-    return max(core.record.policy_since, held.floor) <= length and lost <= _REPLAY_FACTOR * held.tokens
+    return max(core.record.policy_since, held.floor) <= length and (
+        lost <= _REPLAY_FACTOR * held.tokens or (length > 0 and (reason or "").startswith("unstored"))
+    )
 
 
 async def recompute_retained(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentkv.errors import Closed, InvalidRequest
+from agentkv.policies.retention import RetentionPolicy, parse_policy, policy_text
 from agentkv.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class AgentKV:
     def open(cls, **settings: Any) -> Self:
         """A runtime that starts on ``async with`` or ``await``."""
         known = Settings.model_fields
+        if isinstance(settings.get("default_policy"), RetentionPolicy):
+            settings["default_policy"] = policy_text(settings["default_policy"])
         for name in settings:
             if name not in known:
                 raise InvalidRequest(f"unknown setting {name!r}; known: {', '.join(sorted(known))}", param=name)
@@ -89,6 +92,7 @@ class AgentKV:
 
     async def _open(self) -> None:
         settings = self.settings
+        parse_policy(settings.default_policy)
         # torch and transformers take seconds to import: not on the event loop.
         await asyncio.to_thread(_import_engine)
         from agentkv.sessions.db.repository import Repository

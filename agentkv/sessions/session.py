@@ -149,7 +149,7 @@ class Session:
             turns=r.turns,
             ledger_tokens=r.ledger_length,
             kv_tokens=live.tokens,
-            stored_tokens=manifest.length,
+            stored_tokens=sum(len(segment.span) for segment in manifest.segments),
             pinned=Span(0, r.pinned),
             kept=kept,
             evicted=gaps(kept, r.ledger_length),
@@ -167,7 +167,8 @@ class Session:
     # -- moving -------------------------------------------------------------------------------------------------------
 
     async def set_policy(self, policy: str | RetentionPolicy) -> None:
-        """Change what stays in the KV state, from the next turn on. What was evicted before stays evicted.
+        """Change what stays in the KV state, from the next turn on. What was evicted before stays evicted: a policy
+        that would have kept it is refused where that is the system prompt.
 
         ``SessionBusy`` during a turn; ``InvalidRequest`` for a policy that the pinned prefix or the model does not fit.
         """

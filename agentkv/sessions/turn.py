@@ -149,7 +149,7 @@ class Turn:
         cached = sum(len(old.intersect(have)) for old in held.kept for have in core.kv.placement.kept)
         if not restore.recomputed_tokens or not core.evicts:
             return restore, cached
-        if core.record.placement is None or replay_is_cheap(core, core.kv.length):
+        if core.record.placement is None or replay_is_cheap(core, core.kv.length, restore.reason):
             if core.record.placement is None and window is not None and held.tokens > window:
                 # Nothing was evicted until the window was made smaller, and nothing may be on the way back there.
                 await self._rebuild(core.kv, ledger)
