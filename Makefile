@@ -24,15 +24,16 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: install
 	$(BIN)/agentkv demo
 
-# The model that the tests use is fetched once, before they run, so that no test waits for a download.
+# The model that the tests use is fetched once, before they run, so that no test waits for a download. Two workers with
+# one thread each: with a thread a core each they would wait for one another's.
 test: install-dev
 	$(BIN)/agentkv models pull smollm2-135m
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not full and not gpu" $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "not full and not gpu" $(TESTS)
 
 test-full: install-dev
 	$(BIN)/agentkv models pull smollm2-135m
 	$(BIN)/agentkv models pull gemma3-270m
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu" $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu" $(TESTS)
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ TRACES = Path(os.environ.get("AGENTKV_TRACES") or Path(__file__).parents[2].pare
 CONTEXT = 8192
 MARGIN = 256
 """For the template's own tokens, and those that are generated."""
-SHORT = 3200
+SHORT = 3000
 """Tokens of a transcript that is replayed in the fast suite."""
 GENERATED = 8
 
