@@ -21,7 +21,7 @@ from agentkv.codecs import KVBlock
 from agentkv.rope import Rotation, rotate
 from agentkv.types import KVGeometry, LayerGroup
 
-__all__ = ["GroupBuffers", "Pieces"]
+__all__ = ["GroupBuffers", "Pieces", "turned_tokens"]
 
 Pieces = Callable[[int], tuple[list[Tensor], list[Tensor]]]
 """For the group's layer ``i``: keys as computed and values, ``[Hkv, t, D]`` each, one after the other."""
@@ -106,10 +106,7 @@ class GroupBuffers:
         In new tensors, one layer at a time to bound the peak, so that views of the old ones stay valid; where the
         tensors are ``fixed``, in the old ones.
         """
-        moved = total = 0
-        for tokens, delta in deltas:
-            total += tokens
-            moved = total if delta else moved
+        total, moved = sum(tokens for tokens, _ in deltas), turned_tokens(deltas)
         turned = _first(deltas, moved)
         for layer in range(len(self.group.layers)):
             key_parts, value_parts = pieces(layer)
@@ -151,10 +148,7 @@ class GroupBuffers:
 
     def expect(self, deltas: Sequence[tuple[int, int]]) -> None:
         """Make the masters that a restored state needs, empty."""
-        total = self.moved = 0
-        for tokens, delta in deltas:
-            total += tokens
-            self.moved = total if delta else self.moved
+        self.moved = turned_tokens(deltas)
         for layer, rotation in enumerate(self.rotations):
             need = self.moved and rotation is not None
             self.masters[layer] = self._empty(self.moved, self.group.key_dim) if need else None
@@ -192,6 +186,15 @@ class GroupBuffers:
         for master, rotation in zip(self.masters, self.rotations, strict=True):
             wanted = self.moved if rotation is not None else 0
             assert (0 if master is None else master.shape[1]) == wanted, (name, wanted)
+
+
+def turned_tokens(deltas: Sequence[tuple[int, int]]) -> int:
+    """How many leading tokens it takes to have all that are turned; ``deltas``: ``(tokens, delta)`` in order."""
+    moved = total = 0
+    for tokens, delta in deltas:
+        total += tokens
+        moved = total if delta else moved
+    return moved
 
 
 def _first(deltas: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from agentkv.codecs import KVBlock
-from agentkv.kv.buffers import GroupBuffers, Pieces
+from agentkv.kv.buffers import GroupBuffers, Pieces, turned_tokens
 from agentkv.kv.contract import CapturedPart, Undo
 from agentkv.kv.placed import PlacedKV, merged, slices, without
 from agentkv.types import KVGeometry, Placement, Span
@@ -259,10 +259,7 @@ class ContiguousKV(PlacedKV):
             assert buffers.group.window is not None or buffers.base == 0, buffers.base
             buffers.check_integrity(self.used(buffers))
             if any(buffers.rotations):
-                total = moved = 0
-                for tokens, delta in self._deltas(placement, self._held(buffers)):
-                    total += tokens
-                    moved = total if delta else moved
+                moved = turned_tokens(self._deltas(placement, self._held(buffers)))
                 assert moved == buffers.moved, (buffers.group.name, moved, buffers.moved)
 
 

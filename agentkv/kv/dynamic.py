@@ -71,7 +71,7 @@ class DynamicKV(ContiguousKV):
 
 @LAYOUTS.register("dynamic")
 class DynamicLayout(ContiguousLayout):
-    """Contiguous live KV; see the module's docstring. Default on CPU."""
+    """Contiguous live KV; see the module's docstring. The default."""
 
     name = "dynamic"
 

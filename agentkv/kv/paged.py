@@ -239,7 +239,7 @@ class PagedKV(PlacedKV):
 
 @LAYOUTS.register("paged")
 class PagedLayout(PagedStepping):
-    """Live KV in shared pages; see the module's docstring. Default on CUDA."""
+    """Live KV in shared pages; see the module's docstring."""
 
     name = "paged"
     page_tokens: int = 256

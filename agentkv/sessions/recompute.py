@@ -14,6 +14,7 @@ from agentkv.engine.job import Job
 from agentkv.engine.loading import LoadedModel
 from agentkv.kv.contract import CapturedPart, SequenceKV
 from agentkv.sessions.core import SessionCore
+from agentkv.sessions.waiting import outlast
 from agentkv.types import Placement
 
 __all__ = ["recompute_retained", "replay_is_cheap"]
@@ -67,12 +68,7 @@ async def _computed(job: Job, model: LoadedModel) -> dict[int, tuple[CapturedPar
         result = await handle.finished()
     except asyncio.CancelledError:
         handle.cancel()
-        while True:  # the model thread may still be writing
-            try:
-                await handle.finished()
-                break
-            except asyncio.CancelledError:
-                continue
+        await outlast(handle.finished())  # the model thread may still be writing
         raise
     assert result is not None
     return dict(result.windows)

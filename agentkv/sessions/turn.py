@@ -29,6 +29,7 @@ from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, TurnRecord
 from agentkv.sessions.recompute import recompute_retained, replay_is_cheap
 from agentkv.sessions.tiers import Tiers
+from agentkv.sessions.waiting import outlast
 from agentkv.storage.faultpoints import fault_point
 from agentkv.types import RestoreReport, SessionState, Span, Usage
 
@@ -256,7 +257,7 @@ class Turn:
             result = await handle.finished()
         except asyncio.CancelledError:
             handle.cancel()
-            finished = await _outlast(handle.finished())
+            finished = await outlast(handle.finished())
             if finished is not None and job.undo is not None:
                 core.kv.rollback(job.undo)  # it was done before it could be dropped
             raise
@@ -316,7 +317,7 @@ class Turn:
             await asyncio.shield(write)
         except asyncio.CancelledError as error:
             cancelled = error
-            await _outlast(write)
+            await outlast(write)
         self.committed = True
         core.kv.settle()
         core.ledger.extend(ids)
@@ -416,18 +417,6 @@ def _logprobs(result: JobResult) -> tuple[Logprob, ...]:
     return tuple(Logprob(token, found.logprob, found.top) for token, found in pairs)
 
 
-async def _outlast(awaitable: Any) -> Any:
-    """The result of ``awaitable``, however often the waiter is cancelled meanwhile. Its exceptions are raised."""
-    task = asyncio.ensure_future(awaitable)
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise
-    return task.result()
-
-
 async def events_of(
     turn: Turn, tasks: set[asyncio.Task[None]], wait_seconds: float | None
 ) -> AsyncGenerator[Event | Appended]:
@@ -447,4 +436,4 @@ async def events_of(
     finally:
         if not turn.committed:
             task.cancel()
-            await _outlast(asyncio.wait([task]))
+            await outlast(asyncio.wait([task]))
