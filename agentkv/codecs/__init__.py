@@ -2,6 +2,7 @@
 
 from agentkv.codecs import exact as _exact  # noqa: F401  (registers itself)
 from agentkv.codecs import raw as _raw  # noqa: F401
-from agentkv.codecs.contract import CODECS, Codec, KVBlock
+from agentkv.codecs.contract import CODECS, Codec, Fit, KVBlock, MissingFit
+from agentkv.codecs.fits import Codecs
 
-__all__ = ["CODECS", "Codec", "KVBlock"]
+__all__ = ["CODECS", "Codec", "Codecs", "Fit", "KVBlock", "MissingFit"]
