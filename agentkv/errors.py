@@ -14,6 +14,7 @@ AgentKVError
 ├── ModelUnavailable            no source could deliver the model
 ├── StorageError
 │   ├── StorageFull             disk full, read-only, or budget reached
+│   ├── WrongKey                the blob store and the encryption key do not belong together
 │   └── ChunkFault              one stored chunk cannot be used (missing, altered, foreign …)
 ├── DatabaseUnavailable         the database stayed locked or unreachable after bounded retries
 ├── EngineFailed                the model thread raised; the turn was rolled back
@@ -43,6 +44,7 @@ __all__ = [
     "StorageFull",
     "TemplateError",
     "Unsupported",
+    "WrongKey",
 ]
 
 
@@ -149,11 +151,16 @@ class StorageFull(StorageError):
     """Disk full, read-only, or a byte budget reached. Sessions stay usable; nothing is half-written."""
 
 
+class WrongKey(StorageError):
+    """A blob store was opened with another key than it was made with, with a key where it has none, or without one."""
+
+
 class ChunkFault(StorageError):
     """One stored chunk cannot be used; its tokens are recomputed from the ledger.
 
-    ``reason`` is one of ``missing``, ``unreadable``, ``truncated``, ``checksum``, ``format``, ``fingerprint``,
-    ``tokens``, ``geometry``, ``decode``.
+    ``reason`` is one of ``missing``, ``unreadable``, ``unreachable``, ``truncated``, ``checksum``, ``format``,
+    ``fingerprint``, ``tokens``, ``geometry``, ``version`` (a format or codec unknown here), ``fit`` (calibration
+    data is missing), ``decode``.
     """
 
     def __init__(self, chunk_id: str, reason: str, detail: str) -> None:
