@@ -1,0 +1,324 @@
+"""What ``compact`` promises: its size, its bound, means and outliers of any size, fits, and bytes that are not its."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+import zstandard
+from torch import Tensor
+
+from agentkv.codecs import CODECS, Codecs, Fit, KVBlock, MissingFit
+from agentkv.codecs.compact import Compact
+from agentkv.codecs.compact_fit import fit_compact
+from agentkv.codecs.turning import post_rope, pre_rope
+from agentkv.rope import Rotation
+
+FREQUENCIES = tuple(10_000.0 ** (-i / 32) for i in range(32))
+STORED, PLAIN, FITTED = 0, 1, 2
+
+
+def block(
+    tokens: int = 256, layers: int = 4, dtype: torch.dtype = torch.bfloat16, position: int = 100, seed: int = 0
+) -> KVBlock:
+    """KV-like numbers ``[3, tokens, 64]``: before RoPE correlated within a head, channels of different scale and mean.
+
+    The seed draws the tokens; heads have the same covariance whatever the seed.
+    """
+    heads, draw = torch.Generator().manual_seed(99), torch.Generator().manual_seed(seed)
+    decay = torch.logspace(0, -1.5, 64)
+
+    def one() -> Tensor:
+        mix, mean = torch.randn(3, 64, 64, generator=heads) / 8, torch.randn(3, 1, 64, generator=heads)
+        return (torch.randn(3, tokens, 64, generator=draw) * decay) @ mix + mean
+
+    keys, values = zip(*((one(), one().to(dtype)) for _ in range(layers)), strict=True)
+    turned = tuple(k.to(dtype) for k in keys)
+    kv = KVBlock(turned, values, tuple(range(layers)), (Rotation(FREQUENCIES),) * layers, position)
+    post_rope(torch.stack(keys), kv)
+    return kv
+
+
+def there_and_back(codec: Compact, kv: KVBlock, at: int | None = None) -> KVBlock:
+    out = replace(
+        kv,
+        keys=tuple(map(torch.empty_like, kv.keys)),
+        values=tuple(map(torch.empty_like, kv.values)),
+        position=kv.position if at is None else at,
+    )
+    codec.decode(memoryview(codec.encode(kv)), out, codec.parameters())
+    return out
+
+
+def worst(got: KVBlock, put: KVBlock, bound: KVBlock) -> float:
+    """The largest error as a share of its bound; 0/0 is 0."""
+    shares = []
+    for side in ("keys", "values"):
+        for a, b, c in zip(getattr(got, side), getattr(put, side), getattr(bound, side), strict=True):
+            error = (a.double() - b.double()).abs()
+            shares.append(float(torch.where(error == 0, 0.0, error / c).max()))
+    return max(shares)
+
+
+COMPACT = Compact()
+
+
+@pytest.fixture(scope="module")
+def fit() -> Fit:
+    return fit_compact([block(tokens=2000, seed=7)])
+
+
+def test_it_is_registered_and_makes_four_of_sixteen_bits() -> None:
+    codec = CODECS.get("compact")
+    kv = block()
+    payload = codec.encode(kv)
+    assert (codec.name, codec.exact, payload[1]) == ("compact", False, PLAIN)
+    assert len(payload) < kv.nbytes / 3.8
+    assert payload == codec.encode(kv)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 256])
+def test_numbers_come_back_within_the_bound(dtype: torch.dtype, tokens: int) -> None:
+    kv = block(tokens, dtype=dtype)
+    assert worst(there_and_back(COMPACT, kv), kv, COMPACT.bound(kv)) <= 1
+
+
+def test_the_bound_is_tight_enough_to_say_something() -> None:
+    kv = block(dtype=torch.float32)
+    assert worst(there_and_back(COMPACT, kv), kv, COMPACT.bound(kv)) > 0.9
+
+
+@pytest.mark.parametrize("rotation", [None, Rotation(FREQUENCIES[:8]), Rotation(FREQUENCIES[::2], True)])
+def test_partial_interleaved_and_no_rotations(rotation: Rotation | None) -> None:
+    kv = replace(block(), rotations=(rotation, Rotation(FREQUENCIES), rotation, None))
+    assert worst(there_and_back(COMPACT, kv), kv, COMPACT.bound(kv)) <= 1
+
+
+def test_keys_come_back_at_another_position() -> None:
+    kv = block(dtype=torch.float32)
+    moved = there_and_back(COMPACT, kv, at=5000)
+    assert not torch.allclose(moved.keys[0], kv.keys[0], atol=0.5)
+    here, there = pre_rope(there_and_back(COMPACT, kv)), pre_rope(moved)
+    assert torch.allclose(here, there, atol=1e-4)
+
+
+def shifted(kv: KVBlock, mean: float) -> KVBlock:
+    """``kv`` with ``mean`` added to its keys before RoPE, as a bias of the key projection does, and to its values."""
+    keys = tuple(map(torch.empty_like, kv.keys))
+    post_rope(pre_rope(kv) + mean, replace(kv, keys=keys))
+    return replace(kv, keys=keys, values=tuple(v + mean for v in kv.values))
+
+
+@pytest.mark.parametrize("mean", [600.3, 1e5])
+def test_means_of_any_size_cost_nothing(mean: float) -> None:
+    """Key biases of Qwen2 have norms of hundreds; float16 rounds 600 to halves and ends at 65504."""
+    plain = block(dtype=torch.float32)
+    kv = shifted(plain, mean)
+    assert worst(there_and_back(COMPACT, kv), kv, COMPACT.bound(plain)) < 1.5
+    assert len(COMPACT.encode(kv)) < 1.03 * len(COMPACT.encode(plain))
+
+
+def test_outliers_escape() -> None:
+    kv = block()
+    kv.keys[1][0, 7, 3] = 4000.0
+    kv.values[2][2, 255, 63] = -4000.0
+    assert COMPACT.encode(kv)[1] == PLAIN
+    got = there_and_back(COMPACT, kv)
+    assert worst(got, kv, COMPACT.bound(kv)) <= 1
+    assert got.values[2][2, 255, 63] == -4000.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_what_is_not_finite_or_nearly_so_is_stored_bit_for_bit(value: float) -> None:
+    kv = block(tokens=40)
+    kv.keys[1][0, 7, 3] = value
+    kv.values[2][2, 0, 0] = -value
+    payload = COMPACT.encode(kv)
+    assert payload[1] == STORED
+    got = there_and_back(COMPACT, kv)
+    for a, b in zip((*got.keys, *got.values), (*kv.keys, *kv.values), strict=True):
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def test_numbers_near_the_end_of_float16_do_not_become_infinite() -> None:
+    kv = block(dtype=torch.float16)
+    kv.values[0][:, ::3] = 65504.0
+    kv.keys[0][:, ::3] = -65504.0
+    assert worst(there_and_back(COMPACT, kv), kv, COMPACT.bound(kv)) <= 1
+
+
+def test_a_stored_block_is_turned_where_it_is_wanted_elsewhere() -> None:
+    kv = block(tokens=40, dtype=torch.float32)
+    kv.values[2][2, 0, 0] = float("inf")
+    assert COMPACT.encode(kv)[1] == STORED
+    assert torch.allclose(pre_rope(there_and_back(COMPACT, kv, at=5000)), pre_rope(kv), atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.7, 1e-42])
+def test_constants_come_back_and_take_next_to_nothing(value: float) -> None:
+    kv = replace(block(dtype=torch.float32), rotations=())
+    kv = replace(
+        kv, keys=tuple(torch.full_like(k, value) for k in kv.keys), values=tuple(map(torch.zeros_like, kv.values))
+    )
+    got = there_and_back(COMPACT, kv)
+    assert worst(got, kv, COMPACT.bound(kv)) <= 1
+    assert len(COMPACT.encode(kv)) < kv.nbytes / 100
+
+
+def test_noise_over_all_bits_hardly_grows() -> None:
+    noise = torch.randint(0, 2**16, (3, 100, 64), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    kv = KVBlock((noise.view(torch.bfloat16),), (noise.flip(1).view(torch.bfloat16),))
+    assert len(COMPACT.encode(kv)) <= kv.nbytes + 64
+
+
+def test_larger_steps_are_smaller_and_decode_needs_no_word_of_them() -> None:
+    kv = block()
+    sizes = [len(Compact(step).encode(kv)) for step in (0.5, 1.0, 2.0)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.3 * sizes[2]
+    out = replace(kv, keys=tuple(map(torch.empty_like, kv.keys)), values=tuple(map(torch.empty_like, kv.values)))
+    COMPACT.decode(Compact(2.0).encode(kv), out, {})
+    assert worst(out, kv, Compact(2.0).bound(kv)) <= 1
+    with pytest.raises(ValueError, match="step"):
+        Compact(0.0)
+
+
+def test_integers_are_refused() -> None:
+    whole = torch.zeros(1, 4, 32, dtype=torch.int16)
+    with pytest.raises(ValueError, match="int16"):
+        COMPACT.encode(KVBlock((whole,), (whole,)))
+
+
+# -- with a fit -------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_makes_it_smaller_at_the_same_error(fit: Fit) -> None:
+    kv, fitted = block(), COMPACT.fitted(fit)
+    payload = fitted.encode(kv)
+    assert payload[1] == FITTED
+    assert len(payload) < 0.85 * len(COMPACT.encode(kv))
+    got, plain = there_and_back(fitted, kv), there_and_back(COMPACT, kv)
+
+    def error(other: KVBlock) -> float:
+        return sum(float((a.float() - b.float()).square().sum()) for a, b in zip(other.keys, kv.keys, strict=True))
+
+    assert error(got) < 1.1 * error(plain)
+    assert worst(got, kv, fitted.bound(kv)) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_bound_holds_with_a_fit_and_a_step(fit: Fit, dtype: torch.dtype) -> None:
+    codec = Compact(3.0).fitted(fit)
+    kv = block(tokens=33, dtype=dtype)
+    kv.keys[1][0, 7, 3] = 500.0
+    assert codec.encode(kv)[1] == FITTED
+    assert worst(there_and_back(codec, kv), kv, codec.bound(kv)) <= 1
+
+
+def test_chunks_name_their_fit(fit: Fit) -> None:
+    kv, fitted = block(), COMPACT.fitted(fit)
+    assert fitted.parameters() == {"fit": fit.digest}
+    payload = fitted.encode(kv)
+    with pytest.raises(MissingFit, match=fit.digest):
+        COMPACT.decode(payload, kv, fitted.parameters())
+    other = COMPACT.fitted(fit_compact([block(tokens=500, seed=8)]))
+    with pytest.raises(MissingFit, match=fit.digest):
+        other.decode(payload, kv, fitted.parameters())
+    codecs = Codecs([fit], {"compact": fit.digest})
+    assert codecs.encoder("compact").encode(kv) == payload
+
+
+def test_layers_that_were_not_fitted_are_encoded_without(fit: Fit) -> None:
+    kv = replace(block(), layers=(0, 1, 2, 9))
+    fitted = COMPACT.fitted(fit)
+    assert fitted.encode(kv) == COMPACT.encode(kv)
+    assert worst(there_and_back(fitted, kv), kv, COMPACT.bound(kv)) <= 1
+
+
+def test_a_block_of_some_of_the_layers_finds_its_own(fit: Fit) -> None:
+    kv, fitted = block(), COMPACT.fitted(fit)
+    some = replace(kv, keys=kv.keys[1::2], values=kv.values[1::2], layers=(1, 3), rotations=kv.rotations[1::2])
+    assert worst(there_and_back(fitted, some), some, fitted.bound(some)) <= 1
+
+
+def test_equal_blocks_make_equal_fits_and_others_do_not(fit: Fit) -> None:
+    assert fit_compact([block(tokens=2000, seed=7)]).digest == fit.digest
+    assert fit_compact([block(tokens=2000, seed=6)]).digest != fit.digest
+    kv = block(tokens=2000, seed=7)
+    assert all(
+        torch.allclose(a, fit.tensors[name], atol=1e-4)
+        for name, a in fit_compact([kv.cut(0, 700), kv.cut(700, 2000)]).tensors.items()
+        if name.endswith("mean")
+    )
+
+
+def test_fits_that_do_not_hold_together_are_refused(fit: Fit) -> None:
+    with pytest.raises(ValueError, match="int8"):
+        COMPACT.fitted(replace(fit, codec="int8"))
+    for name, tensor in (
+        ("keys.0.mean", torch.zeros(3, 63)),
+        ("keys.0.basis", torch.zeros(3, 64, 64)),
+        ("values.1.basis", torch.full((3, 64, 64), float("nan"))),
+        ("other.0.basis", torch.zeros(3, 64, 64)),
+    ):
+        with pytest.raises(ValueError, match="fit"):
+            COMPACT.fitted(replace(fit, tensors={**fit.tensors, name: tensor}))
+    with pytest.raises(ValueError, match="no blocks"):
+        fit_compact([])
+    with pytest.raises(ValueError, match="not finite"):
+        fit_compact([replace(block(), values=tuple(v * float("nan") for v in block().values))])
+
+
+# -- other bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_cut_lengthened_and_altered_payloads_are_value_errors_or_decode(fit: Fit) -> None:
+    kv = block(tokens=20, layers=2)
+    random = torch.Generator().manual_seed(5)
+    for codec in (COMPACT, COMPACT.fitted(fit)):
+        payload = codec.encode(kv)
+        for cut in (0, 1, 2, 3, 20, len(payload) // 2, len(payload) - 1):
+            with pytest.raises(ValueError):
+                codec.decode(payload[:cut], kv, codec.parameters())
+        with pytest.raises(ValueError):
+            codec.decode(payload + b"\0", kv, codec.parameters())
+        for _ in range(100):
+            bad = bytearray(payload)
+            at = int(torch.randint(0, min(len(bad), 120), (1,), generator=random))
+            bad[at] = int(torch.randint(0, 256, (1,), generator=random))
+            with suppress(ValueError):
+                codec.decode(bytes(bad), there_and_back(codec, kv), codec.parameters())
+
+
+def test_bombs_are_refused_in_bounded_memory() -> None:
+    kv = block(tokens=4, layers=1)
+    rows = 2 * 3 * 64
+    bomb = zstandard.ZstdCompressor().compress(bytes(256 << 20))
+    classes = zstandard.ZstdCompressor().compress(bytes(rows))
+    head = struct.pack("<BBB", 1, PLAIN, 2) + struct.pack("<2f", 1, 1) + bytes(2 * rows)
+    tracemalloc.start()
+    for body in (
+        struct.pack("<II", 0, len(bomb)) + bomb + bomb,
+        struct.pack("<II", 0, len(classes)) + classes + bomb,
+        struct.pack("<I", 2**32 - 1) + bytes(64),
+    ):
+        with pytest.raises(ValueError):
+            COMPACT.decode(head + body, kv, {})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_threads_do_not_disturb_each_other(fit: Fit) -> None:
+    codec = COMPACT.fitted(fit)
+    kvs = [block(layers=2, seed=i) for i in range(6)]
+    alone = [there_and_back(codec, kv) for kv in kvs]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda kv: there_and_back(codec, kv), kvs * 2))
+    for a, b in zip(alone * 2, together, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
