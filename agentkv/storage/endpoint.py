@@ -177,7 +177,8 @@ def _trouble(error: Exception) -> Trouble:
         return Trouble("other", "there is no bucket or container of this name; create it, or correct the URL")
     if isinstance(error, FileNotFoundError):
         return Trouble("absent", "no such object")
-    if status in (401, 403) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+    denied = "AccessDenied" in text or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    if denied or status in (401, 403):
         return Trouble("refused", f"access is refused ({status or 403}{code}); check the credentials and their rights")
     if status == 507:
         return Trouble("full", f"the store is full ({status}{code})")

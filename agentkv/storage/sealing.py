@@ -95,14 +95,14 @@ class Sealer:
         if not whole:  # the byte beyond the last segment wanted belongs to the next one
             whole = len(body) % (SEGMENT + _TAG) != 1
             body = body if whole else body[:-1]
+        count = -(-len(body) // (SEGMENT + _TAG))
+        if (last := len(body) - (count - 1) * (SEGMENT + _TAG)) < _TAG:
+            raise ChunkFault(name, "truncated", f"its last segment has {last} bytes of a tag of {_TAG}")
         cipher, prefix = self._derive(name, head)
         nbytes = plain_nbytes(HEADER + len(body))
         plain = memoryview(bytearray(nbytes)) if out is None else out[:nbytes]
-        count = max(1, -(-len(body) // (SEGMENT + _TAG)))
         for number in range(count):
             piece = body[number * (SEGMENT + _TAG) : (number + 1) * (SEGMENT + _TAG)]
-            if len(piece) < _TAG:
-                raise ChunkFault(name, "truncated", f"its last segment has {len(piece)} bytes of a tag of {_TAG}")
             target = plain[number * SEGMENT : number * SEGMENT + len(piece) - _TAG]
             try:
                 cipher.decrypt_into(_nonce(prefix, number, whole and number == count - 1), piece, head, target)
