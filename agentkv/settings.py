@@ -65,7 +65,14 @@ class Settings(BaseSettings):
     database: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in the home folder.")
     offline: bool = Field(False, description="Never touch the network; models must be local already.")
 
-    idle_codec: str = Field("exact", description="Codec of stored KV; `exact` and `raw` restore bit for bit.")
+    idle_codec: str = Field(
+        "auto",
+        description="Codec of stored KV: `exact` and `raw` restore bit for bit, `int8`, `int4` and `compact` are "
+        "smaller; `auto` is the strongest that calibration found to be within `max_kl`.",
+    )
+    max_kl: float = Field(
+        0.005, ge=0, description="What `auto` may cost: mean KL divergence of next-token distributions, in nats."
+    )
     idle_seconds: float = Field(60.0, ge=0, description="Idle time after which KV moves from device to host memory.")
     disk_seconds: float = Field(600.0, ge=0, description="Idle time after which encoded KV leaves host memory too.")
     device_budget: Amount = Field("80%", description="Bytes, or share of the device's memory, for live KV.")

@@ -22,6 +22,8 @@ __all__ = [
     "SuspendReport",
     "Tier",
     "Usage",
+    "union",
+    "without",
 ]
 
 FinishReason = Literal["stop", "length"]
@@ -45,6 +47,30 @@ class Span(NamedTuple):
         """Consecutive spans of at most ``size`` tokens."""
         for start in range(self.start, self.stop, size):
             yield Span(start, min(start + size, self.stop))
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same positions in as few spans as possible, in order; overlaps count once."""
+    found: list[Span] = []
+    for span in sorted(span for span in spans if len(span)):
+        if found and span.start <= found[-1].stop:
+            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+        else:
+            found.append(Span(*span))
+    return found
+
+
+def without(span: Span, holes: Iterable[Span]) -> Iterator[Span]:
+    """What of ``span`` lies in none of ``holes``, which are in order."""
+    at = span.start
+    for hole in holes:
+        common = span.intersect(hole)
+        if len(common):
+            if common.start > at:
+                yield Span(at, common.start)
+            at = common.stop
+    if at < span.stop:
+        yield Span(at, span.stop)
 
 
 class Tier(StrEnum):

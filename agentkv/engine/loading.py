@@ -46,6 +46,11 @@ class LoadedModel:
         return any(group.window is not None for group in self.adapter.geometry.groups)
 
     @property
+    def model_type(self) -> str:
+        """The model's family, as its configuration names it."""
+        return str(self.adapter.model.config.model_type)
+
+    @property
     def context_limit(self) -> int:
         """Tokens that a conversation may have; a very large number where the model names no limit."""
         return self.adapter.context_limit or 2**31 - 1

@@ -11,8 +11,8 @@ import torch
 from agentkv.codecs import KVBlock
 from agentkv.kv.buffers import GroupBuffers, Pieces, turned_tokens
 from agentkv.kv.contract import CapturedPart, Undo
-from agentkv.kv.placed import PlacedKV, merged, slices, without
-from agentkv.types import KVGeometry, Placement, Span
+from agentkv.kv.placed import PlacedKV, merged, slices
+from agentkv.types import KVGeometry, Placement, Span, without
 
 __all__ = ["ContiguousKV", "cloned", "to_cpu"]
 

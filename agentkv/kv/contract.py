@@ -112,6 +112,11 @@ class SequenceKV(ABC):
         """Position at which the next token is computed."""
 
     @property
+    def lossy(self) -> tuple[Span, ...]:
+        """What of it is held with loss: read back, it is not what was computed."""
+        return ()
+
+    @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of memory reserved: capacity, not length; masters and the open undo record included."""
@@ -231,6 +236,9 @@ class Layout(ABC, Generic[Meta]):
     name: str
     rebase_at: int = 100_000
     """Once the next position is beyond this, the next eviction starts counting anew: models make angles in float32."""
+
+    lossy: str = ""
+    """Names how older tokens are held with loss; empty where all is held as it was computed."""
 
     reserves: bool = False
     """Whether a state takes the memory for all it will ever hold when it opens."""

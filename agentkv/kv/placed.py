@@ -12,7 +12,7 @@ from agentkv.errors import Closed
 from agentkv.kv.contract import SequenceKV
 from agentkv.types import KVGeometry, LayerGroup, Placement, Span
 
-__all__ = ["PlacedKV", "lineage_after", "merged", "slices", "without"]
+__all__ = ["PlacedKV", "lineage_after", "merged", "slices"]
 
 
 class PlacedKV(SequenceKV):
@@ -182,19 +182,6 @@ def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
         else:
             found.append(Span(*span))
     return tuple(found)
-
-
-def without(span: Span, holes: Sequence[Span]) -> Iterator[Span]:
-    """What of ``span`` lies in none of ``holes``, which are in order."""
-    at = span.start
-    for hole in holes:
-        common = span.intersect(hole)
-        if len(common):
-            if common.start > at:
-                yield Span(at, common.start)
-            at = common.stop
-    if at < span.stop:
-        yield Span(at, span.stop)
 
 
 def slices(held: Sequence[Span], spans: Sequence[Span]) -> list[tuple[int, int]]:

@@ -28,8 +28,9 @@ class SessionCore:
     """The state behind every handle of one session.
 
     ``gate`` is held by whoever changes KV: a turn, a demotion, a restore. ``stored``: ledger tokens that the manifest
-    covers (``None``: ask it); ``snapped``: of which, and more, snapshots are taken. ``early``: sliding windows captured
-    at resume points that are not stored yet. ``held``: its chunks in the host tier, with their bytes; ``unsaved``: what
+    covers (``None``: ask it); ``snapped``: of which, and more, snapshots are taken; ``sealed``: up to where a lossy
+    codec, in them, has encoded what it will. ``early``: sliding windows captured at resume points that may have to be
+    stored yet. ``held``: its chunks in the host tier, with their bytes; ``unsaved``: what
     of them the disk refused, behind the manifest's end. ``short``: why the last restore brought back fewer tokens than
     the last commit had.
     """
@@ -40,6 +41,7 @@ class SessionCore:
     ledger: array[int] | None = None
     stored: int | None = None
     snapped: int | None = None
+    sealed: int = 0
     early: dict[int, tuple[CapturedPart, ...]] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     unsaved: Manifest | None = None

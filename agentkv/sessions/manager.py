@@ -11,7 +11,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from agentkv.codecs import CODECS
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.templates import ChatTemplate
 from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound, Unsupported
@@ -72,7 +71,7 @@ class Sessions:
         retention = parse_policy(self._settings.default_policy if policy is None else policy)
         self._check_movable(retention)
         codec = idle_codec or self._settings.idle_codec
-        CODECS.get(codec)
+        self.tiers.writer.codec(codec)
         if system is not None and not isinstance(system, str):
             raise InvalidRequest(f"system must be a string, not {type(system).__name__}", param="system")
         now = time.time()

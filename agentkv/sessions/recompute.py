@@ -49,7 +49,7 @@ async def recompute_retained(
         for span in wanted.kept:
             if span.start > kv.length:
                 kv.skip(ledger[kv.length : span.start])
-            points = [pinned] if span.start < pinned <= span.stop and model.forgets else []
+            points = [pinned] if span.start < pinned <= span.stop else []
             feed = ledger[kv.length : span.stop]
             if feed:
                 windows.update(await _computed(Job(kv, feed, model.piece, points), model))

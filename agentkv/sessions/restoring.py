@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentkv.codecs import KVBlock
+from agentkv.codecs import Codecs, KVBlock
 from agentkv.errors import ChunkFault
 from agentkv.kv.contract import Layout, SequenceKV
 from agentkv.kv.staging import pinned_like, to_device
@@ -65,6 +65,7 @@ class ChunkReader:
         host: HostTier,
         executor: Executor,
         layout: Layout[Any],
+        codecs: Codecs,
         *,
         kv_fingerprint: str,
         tenant_digest: str,
@@ -73,6 +74,7 @@ class ChunkReader:
         self._host = host
         self._executor = executor
         self._layout = layout
+        self._codecs = codecs
         self._geometry: KVGeometry = layout.geometry
         self._fingerprint = kv_fingerprint
         self._tenant = tenant_digest
@@ -151,7 +153,7 @@ class ChunkReader:
         if fault is None:
             kv.restored(ledger[: placement.length])
         source: Literal["host", "disk"] = "host" if good and all(r.from_memory for r in good) else "disk"
-        codecs = tuple(sorted({r.header.codec for r in good}))
+        codecs = tuple(sorted({part.codec for r in good for part in r.header.parts}))
         return Restored(kv, source, codecs, fault, usable)
 
     def _segment(
@@ -170,12 +172,14 @@ class ChunkReader:
             buffer: Buffer = self._blobs.read_into(name, self._per_thread.scratch) if held is None else held
             header = read_header(buffer, name)
             stop = min(segment.span.stop, placement.length)
+            if header.start != segment.span.start:  # what was in front of it was sealed since
+                chain = LedgerChain().extend(ledger[: header.start]).digest()
             check(
                 header,
                 kv_fingerprint=self._fingerprint,
                 geometry=self._geometry,
-                span=Span(segment.span.start, header.stop),
-                ids=ledger[segment.span.start : stop],
+                within=segment.span,
+                ids=ledger[header.start : stop],
                 chain_start=chain,
                 tenant=self._tenant,
             )
@@ -203,10 +207,14 @@ class ChunkReader:
             wanted = [part.span.intersect(within).intersect(span) for span in needed[part.group]]
             runs = list(placement.runs(span for span in wanted if len(span)))
             targets = [(run, kv.target(part.group, run)) for run in runs]
-            if len(runs) == 1 and runs[0] == part.span and not targets[0][1].keys[0].is_cuda:
-                decode_part(buffer, header, index, targets[0][1])
-            elif targets:
-                _decode_aside(buffer, header, index, part.span, targets)
+            if not targets:
+                continue
+            direct = len(runs) == 1 and runs[0] == part.span and not targets[0][1].keys[0].is_cuda
+            out = targets[0][1] if direct else pinned_like(targets[0][1], len(part.span))
+            position = header.position_base + part.start - header.start
+            decode_part(buffer, header, index, out.of(self._geometry, part.group, position), self._codecs)
+            if not direct:
+                _copy(out, part.span, targets)
             covered.extend((part.group, run) for run in runs)
         return covered
 
@@ -232,15 +240,10 @@ class _Read:
     covered: list[tuple[int, Span]]
 
 
-def _decode_aside(
-    buffer: Buffer, header: ChunkHeader, index: int, whole: Span, targets: Sequence[tuple[Span, KVBlock]]
-) -> None:
-    """Decode a whole part to the side, then copy the wanted tokens: for parts not wanted whole, and for devices."""
-    block = pinned_like(targets[0][1], len(whole))
-    decode_part(buffer, header, index, block)
+def _copy(block: KVBlock, whole: Span, targets: Sequence[tuple[Span, KVBlock]]) -> None:
+    """The wanted tokens of a part that was decoded to the side: it is not wanted whole, or on another device."""
     for span, target in targets:
-        lo, hi = span.start - whole.start, span.stop - whole.start
-        wanted = KVBlock(tuple(t[:, lo:hi] for t in block.keys), tuple(t[:, lo:hi] for t in block.values))
+        wanted = block.cut(span.start - whole.start, span.stop - whole.start)
         if target.keys[0].is_cuda:
             to_device(wanted, target)
             continue

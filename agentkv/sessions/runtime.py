@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentkv.errors import Closed, InvalidRequest
 from agentkv.policies.retention import RetentionPolicy, parse_policy, policy_text
+from agentkv.sessions.workers import start_workers
 from agentkv.settings import Settings
 
 if TYPE_CHECKING:
     from agentkv.engine.loading import LoadedModel
+    from agentkv.models.calibrations import StoredCalibration
     from agentkv.sessions.db.repository import Repository
     from agentkv.sessions.home import Home
     from agentkv.sessions.manager import Sessions
@@ -95,6 +97,7 @@ class AgentKV:
         parse_policy(settings.default_policy)
         # torch and transformers take seconds to import: not on the event loop.
         await asyncio.to_thread(_import_engine)
+        from agentkv.models.calibrations import load_calibration
         from agentkv.sessions.db.repository import Repository
         from agentkv.sessions.home import Home
         from agentkv.sessions.manager import Sessions
@@ -103,7 +106,7 @@ class AgentKV:
         self._home = await asyncio.to_thread(Home, settings.home)
         self._repository = await Repository.open(settings.database_url)
         await self._repository.reset_states()
-        self._executor = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="agentkv-io")
+        self._executor = await asyncio.to_thread(start_workers, max(2, os.cpu_count() or 2))
         loop = asyncio.get_running_loop()
 
         def open_blobs() -> LocalBlobs:
@@ -118,13 +121,16 @@ class AgentKV:
 
         blobs = await loop.run_in_executor(self._executor, open_blobs)
         self._model = await _in_new_thread(lambda: _load_model(settings))
+        calibration = await asyncio.to_thread(load_calibration, settings.home, self._model.fingerprints.kv)
         self.sessions = Sessions(settings, self._model, self._repository)
-        self.sessions.tiers = self._tiers(blobs)
+        self.sessions.tiers = self._tiers(blobs, calibration)
         await self._sweep(blobs)
         self._model.engine.start()
         self._watch = asyncio.create_task(self.sessions.tiers.watch(), name="agentkv-idle")
 
-    def _tiers(self, blobs: LocalBlobs) -> Any:
+    def _tiers(self, blobs: LocalBlobs, calibration: StoredCalibration) -> Any:
+        from agentkv.models.gate import auto_codec
+        from agentkv.sessions.attaching import Attaching
         from agentkv.sessions.restoring import ChunkReader
         from agentkv.sessions.storing import ChunkWriter
         from agentkv.sessions.tiers import Tiers
@@ -133,6 +139,9 @@ class AgentKV:
 
         assert self._model and self._repository and self._executor and self._home
         settings, model = self.settings, self._model
+        codecs = calibration.codecs(settings.max_kl)
+        auto, why = auto_codec(model.model_type, calibration.report, settings.max_kl, model=settings.model)
+        logger.info("idle_codec 'auto' is %r: %s", auto, why)
         writer = ChunkWriter(
             self._repository,
             blobs,
@@ -141,6 +150,9 @@ class AgentKV:
             kv_fingerprint=model.fingerprints.kv,
             salt=tenant_salt(self._home.secret, "default"),
             tenant="default",
+            codecs=codecs,
+            auto=auto,
+            layout=model.layout.lossy,
         )
         host = HostTier(_bytes(settings.host_budget, _total_memory()))
         reader = ChunkReader(
@@ -148,6 +160,7 @@ class AgentKV:
             host,
             self._executor,
             model.layout,
+            codecs,
             kv_fingerprint=model.fingerprints.kv,
             tenant_digest=writer.tenant_digest,
         )
@@ -157,6 +170,7 @@ class AgentKV:
             host,
             writer,
             reader,
+            Attaching(self._repository, blobs, writer, self._executor, forgets=model.forgets),
             model.layout,
             self._executor,
             self.sessions.cores,

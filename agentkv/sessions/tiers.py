@@ -20,6 +20,7 @@ from typing import Any
 
 from agentkv.errors import AgentKVError, CapacityExceeded, ChunkFault, StorageError, StorageFull
 from agentkv.kv.contract import Layout, SequenceKV
+from agentkv.sessions.attaching import Attaching
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import Manifest
 from agentkv.sessions.db.repository import Repository
@@ -46,6 +47,7 @@ class Tiers:
         host: HostTier,
         writer: ChunkWriter,
         reader: ChunkReader,
+        attaching: Attaching,
         layout: Layout[Any],
         executor: Executor,
         cores: Callable[[], Iterable[SessionCore]],
@@ -61,6 +63,7 @@ class Tiers:
         self.host = host
         self.writer = writer
         self._reader = reader
+        self.attaching = attaching
         self.layout = layout
         self._executor = executor
         self._cores = cores
@@ -174,7 +177,7 @@ class Tiers:
             core.kv = self.open(core)
             return RestoreReport("recompute", 0, 0.0, None, "fingerprint: stored by another model", expected)
         manifest = await self.repository.manifest(core.id)
-        core.stored, core.snapped = manifest.length, None
+        core.stored, core.snapped, core.sealed = manifest.length, None, self.writer.sealed(manifest)
         if core.unsaved is not None:
             manifest = manifest.followed_by(core.unsaved)
         fault_point("restore.before_read")
@@ -215,11 +218,9 @@ class Tiers:
         """The manifest ends at ``position`` from now on; files that nobody needs any more go, now or with the next."""
         dropped = await self.repository.truncate_manifest(core.id, position)
         core.stored = core.snapped = min(position, core.stored or 0)
+        core.sealed = min(position, core.sealed)
         if dropped:
-            try:
-                await self.writer.collect_garbage()
-            except StorageError as error:
-                logger.error("unneeded chunks of session %s could not be deleted yet: %s", core.id, error)
+            await self.writer.try_collecting(core.id)
 
     # -- demoting -----------------------------------------------------------------------------------------------------
 
@@ -288,7 +289,7 @@ class Tiers:
     async def _hold_unsaved(self, core: SessionCore) -> bool:
         """Chunks that the disk does not take, into host memory, where nothing evicts them. ``False``: it took them."""
         core.stored = core.snapped = None
-        snapshot = await self.behind.snapshot(core)
+        snapshot = await self.behind.snapshot(core, seal=False)
         if snapshot is None:
             return False
         chunks = await self.writer.encoded(snapshot, core.record.idle_codec)

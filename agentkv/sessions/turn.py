@@ -111,6 +111,7 @@ class Turn:
         core, request = self._core, self._request
         ledger = await core.load(self._tiers.repository)
         rendered = await asyncio.to_thread(self._render)
+        await self._tiers.attaching.attach(core, ledger)
         prompt_tokens = core.held_tokens + len(rendered.ids)
         generate = request.sampling is not None
         max_tokens = self._allowed(prompt_tokens, request.sampling)
@@ -268,9 +269,13 @@ class Turn:
         return sink, result, job.undo
 
     def _resume_points(self) -> list[int]:
-        """Where the prefill must stop: the pinned prefix's end, whose sliding windows are gone soon after."""
+        """Where the prefill must stop: the pinned prefix's end.
+
+        Sliding windows there are gone soon after. And how a prefill is split shows in its bits: so every session with
+        the same head has the same KV of it, computed or attached.
+        """
         pinned = self._core.record.pinned
-        return [pinned] if pinned and self._model.forgets else []
+        return [pinned] if pinned else []
 
     def _emit(self, text: str) -> None:
         """From the model thread, or at the end from the loop's own."""

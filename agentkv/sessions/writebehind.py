@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import Executor
+from functools import partial
 
 from agentkv.errors import AgentKVError, StorageError
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.repository import Repository
-from agentkv.sessions.storing import ChunkWriter, Snapshot, take_snapshot
+from agentkv.sessions.snapshots import Snapshot, take_snapshot
+from agentkv.sessions.storing import ChunkWriter
 
 __all__ = ["WriteBehind"]
 
@@ -39,6 +41,8 @@ class WriteBehind:
         if snapshot is not None:
             core.pending += 1
             core.snapped = snapshot.span.stop
+            if snapshot.sealed:
+                core.sealed = snapshot.sealed[-1].stop
             core.writing = asyncio.create_task(self._write_after(core, core.writing, snapshot))
 
     async def _write_after(self, core: SessionCore, previous: asyncio.Task[None] | None, snapshot: Snapshot) -> None:
@@ -50,18 +54,27 @@ class WriteBehind:
         finally:
             core.pending -= 1
 
-    async def snapshot(self, core: SessionCore) -> Snapshot | None:
-        """What lies behind the newest snapshot, or behind the manifest where the last write failed."""
+    async def snapshot(self, core: SessionCore, *, seal: bool = True) -> Snapshot | None:
+        """What lies behind the newest snapshot, or behind the manifest where the last write failed.
+
+        ``seal``: whether a lossy codec may take the place of what is stored losslessly.
+        """
         if core.kv is None:
             return None
         if core.stored is None:
-            core.stored = (await self._repository.manifest(core.id)).length
-            core.snapped = None
+            manifest = await self._repository.manifest(core.id)
+            core.stored, core.snapped, core.sealed = manifest.length, None, self._writer.sealed(manifest)
         start = core.stored if core.snapped is None else core.snapped
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._executor, take_snapshot, core.kv, start, core.record.pinned, dict(core.early)
+        work = partial(
+            take_snapshot,
+            core.kv,
+            start,
+            core.sealed,
+            core.record.pinned,
+            dict(core.early),
+            seal=seal and not self._writer.codec(core.record.idle_codec).exact,
         )
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     async def _write(self, core: SessionCore, snapshot: Snapshot) -> None:
         """Store one snapshot; trouble is noted, never raised: the session stays usable, the next turn tries again."""
@@ -77,7 +90,9 @@ class WriteBehind:
             self.storage_error = None
             core.stored = report.stop
             core.written_chunks += report.chunks
-            core.early = {p: parts for p, parts in core.early.items() if p > report.stop}
+            codec = self._writer.codec(core.record.idle_codec)
+            done = report.stop if codec.exact else min(report.stop, core.sealed)
+            core.early = {p: parts for p, parts in core.early.items() if p > done}
 
     async def flush(self, core: SessionCore) -> int:
         """Everything that the session has on the device is on disk, or the trouble is noted. New chunks' count.

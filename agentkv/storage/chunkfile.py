@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 from pydantic import ValidationError
 
-from agentkv.codecs.contract import CODECS, Codec, KVBlock
+from agentkv.codecs import Codec, Codecs, KVBlock, MissingFit
 from agentkv.codecs.words import block_dtype
 from agentkv.errors import ChunkFault, InvalidRequest
 from agentkv.storage import naming
@@ -51,11 +51,13 @@ HEAD_LIMIT = _PREFIX.size + _DIGEST + _HEADER_LIMIT
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """KV of layer group ``group`` over ``span``: all of the chunk for full attention, any sub-span for sliding."""
+    """KV of layer group ``group`` over ``span``. Parts of a full-attention group tile the chunk; a sliding group's may
+    be any sub-span. ``codec``: its own, where it is not the chunk's."""
 
     group: int
     span: Span
     block: KVBlock
+    codec: Codec | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +75,7 @@ class EncodedChunk:
 
 
 def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> EncodedChunk:
-    """Encode ``parts`` with ``codec``. Deterministic: same input, same id.
+    """Encode ``parts``, with ``codec`` where they name none. Deterministic: same input, same id.
 
     ``ValueError`` where parts and meta do not describe one chunk: shapes, dtype, spans, number of ids.
     """
@@ -83,10 +85,14 @@ def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> Encode
     for part in parts:
         if trouble := _mismatch(meta.geometry, part.group, len(part.span), part.block):
             raise ValueError(f"part {len(table)} is not of this geometry: {trouble}")
-        payload = codec.encode(part.block)
+        encoder = part.codec or codec
+        position = meta.position_base + part.span.start - meta.span.start
+        payload = encoder.encode(part.block.of(meta.geometry, part.group, position))
         table.append(
             PartEntry(
                 group=part.group,
+                codec=encoder.name,
+                parameters=dict(encoder.parameters()),
                 start=part.span.start,
                 stop=part.span.stop,
                 offset=offset,
@@ -103,7 +109,6 @@ def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> Encode
             "tenant": meta.tenant,
             "lookup_key": meta.lookup_key,
             "codec": codec.name,
-            "codec_parameters": dict(codec.parameters()),
             "ancestors": meta.ancestors,
             "dtype": meta.geometry.dtype,
             "groups": _group_entries(meta.geometry),
@@ -132,7 +137,8 @@ def read_header(buf: Buffer, chunk_id: str, *, nbytes: int | None = None) -> Chu
     """Header of the chunk file in ``buf``, verified against itself, the file's length and the id it was asked for by.
 
     ``buf`` may be only the file's beginning (``HEAD_LIMIT`` bytes always do) if ``nbytes`` says how long the file is.
-    The payload is not looked at. Raises ``ChunkFault``: ``truncated``, ``format`` or ``checksum``.
+    The payload is not looked at. Raises ``ChunkFault``: ``truncated``, ``version`` (another format), ``format`` or
+    ``checksum``.
     """
     view, nbytes = memoryview(buf).cast("B"), len(buf) if nbytes is None else nbytes
     text, digest = _header_text(view, chunk_id)
@@ -149,12 +155,13 @@ def read_header(buf: Buffer, chunk_id: str, *, nbytes: int | None = None) -> Chu
     return header.named(chunk_id)
 
 
-def decode_part(buf: Buffer, header: ChunkHeader, part_index: int, out: KVBlock) -> None:
+def decode_part(buf: Buffer, header: ChunkHeader, part_index: int, out: KVBlock, codecs: Codecs) -> None:
     """Verify part ``part_index`` of the whole file ``buf``, then decode it into ``out``, which it mutates.
 
-    ``out``: tensors of the part's shape and the chunk's dtype, strided views of live buffers allowed; after a fault
-    they may be half-filled. Thread-safe, and the heavy work releases the GIL: decode chunks in parallel.
-    Raises ``ChunkFault``: ``geometry``, ``truncated``, ``checksum``, ``format`` (unknown codec) or ``decode``.
+    ``out``: tensors of the part's shape and the chunk's dtype, strided views of live buffers allowed; lossy codecs need
+    to know its layers, rotations and position. After a fault they may be half-filled. Thread-safe, and the heavy work
+    releases the GIL: decode chunks in parallel. Raises ``ChunkFault``: ``geometry``, ``truncated``, ``checksum``,
+    ``version`` (unknown codec), ``fit`` (calibration data of that codec is not here) or ``decode``.
     """
     name = header.chunk_id
     if not 0 <= part_index < len(header.parts):
@@ -170,13 +177,15 @@ def decode_part(buf: Buffer, header: ChunkHeader, part_index: int, out: KVBlock)
     if blake3(body).hexdigest() != part.digest:
         raise ChunkFault(name, "checksum", f"part {part_index} ({part.length:,} bytes) is not what was written")
     try:
-        codec = CODECS.get(header.codec)
+        codec = codecs.decoder(part.codec, part.parameters)
     except InvalidRequest as error:
-        raise ChunkFault(name, "format", str(error)) from None
+        raise ChunkFault(name, "version", str(error)) from None
+    except MissingFit as error:
+        raise ChunkFault(name, "fit", str(error)) from None
     try:
-        codec.decode(body, out, header.codec_parameters)
+        codec.decode(body, out, part.parameters)
     except Exception as error:  # a codec may come from a third party: a fault here costs a recompute, never a turn
-        raise ChunkFault(name, "decode", f"{header.codec}: {error}") from error
+        raise ChunkFault(name, "decode", f"{part.codec}: {error}") from error
 
 
 def check(
@@ -184,7 +193,7 @@ def check(
     *,
     kv_fingerprint: str,
     geometry: KVGeometry,
-    span: Span,
+    within: Span,
     ids: naming.Ids,
     chain_start: str | None = None,
     chain: str | None = None,
@@ -194,14 +203,12 @@ def check(
 ) -> None:
     """Raise ``ChunkFault`` unless the chunk is the KV that the caller is about to use it for.
 
-    ``span`` is the chunk's own. ``ids`` are the ledger's from ``span.start`` on: all of the span, or fewer where a fork
-    or rewind shortened the segment. ``chain`` (at ``span.stop``) is compared only for a whole segment: a shortened one
-    is tied to its ledger by ``chain_start`` and the ids. ``None`` leaves a field uncompared.
-    Reasons: ``format``, ``fingerprint`` (weights, tenant, lineage, lookup key), ``geometry``, ``tokens``.
+    ``within``: what is wanted of it. ``ids`` are the ledger's from the chunk's start on: all of its span, or fewer
+    where a fork or rewind shortened the segment. ``chain`` (at its stop) is compared only for a whole chunk: a
+    shortened one is tied to its ledger by ``chain_start`` and the ids. ``None`` leaves a field uncompared.
+    Reasons: ``fingerprint`` (weights, tenant, lineage, lookup key), ``geometry``, ``tokens``.
     """
     name = header.chunk_id
-    if header.format != FORMAT:
-        raise ChunkFault(name, "format", f"format {header.format}, this version reads {FORMAT}")
     if header.kv_fingerprint != kv_fingerprint:
         raise ChunkFault(name, "fingerprint", f"KV of {header.kv_fingerprint}, the model is {kv_fingerprint}")
     named = {"tenant": tenant, "lineage": lineage, "lookup_key": lookup_key}
@@ -210,15 +217,15 @@ def check(
             raise ChunkFault(name, "fingerprint", f"{what} {getattr(header, what)!r}, expected {expected!r}")
     if header.geometry != geometry:
         raise ChunkFault(name, "geometry", f"written for {header.geometry}, the model has {geometry}")
-    if header.span != span:
-        raise ChunkFault(name, "tokens", f"covers {tuple(header.span)}, expected {tuple(span)}")
+    if header.span.intersect(within) != within:
+        raise ChunkFault(name, "tokens", f"covers {tuple(header.span)}, not {tuple(within)}")
     wanted, stored = naming.ids_bytes(ids), header.token_ids
     if not wanted or stored[: len(wanted)] != wanted:
         raise ChunkFault(name, "tokens", f"its token ids are not the ledger's ({len(wanted) // 4} compared)")
     if chain_start is not None and header.chain_start != chain_start:
-        raise ChunkFault(name, "tokens", f"another ledger before position {span.start}")
+        raise ChunkFault(name, "tokens", f"another ledger before position {header.start}")
     if chain is not None and len(wanted) == len(stored) and header.chain != chain:
-        raise ChunkFault(name, "tokens", f"another ledger up to position {span.stop}")
+        raise ChunkFault(name, "tokens", f"another ledger up to position {header.stop}")
 
 
 def _header_text(view: memoryview, name: str) -> tuple[bytes, bytes]:
@@ -229,7 +236,7 @@ def _header_text(view: memoryview, name: str) -> tuple[bytes, bytes]:
     if magic != _MAGIC:
         raise ChunkFault(name, "format", "not a chunk file")
     if version != FORMAT:
-        raise ChunkFault(name, "format", f"format {version}, this version reads {FORMAT}")
+        raise ChunkFault(name, "version", f"format {version}, this version reads {FORMAT}")
     if length > _HEADER_LIMIT:
         raise ChunkFault(name, "format", f"a header of {length:,} bytes; the limit is {_HEADER_LIMIT:,}")
     start = _PREFIX.size + _DIGEST

@@ -14,7 +14,7 @@ from agentkv.types import KVGeometry, LayerGroup, Span
 
 __all__ = ["FORMAT", "MAX_CHUNK_TOKENS", "ChunkHeader", "ChunkMeta", "GroupEntry", "PartEntry"]
 
-FORMAT = 1
+FORMAT = 2
 MAX_CHUNK_TOKENS = 256
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -66,10 +66,12 @@ class GroupEntry(_Strict):
 class PartEntry(_Strict):
     """Encoded bytes ``[offset, offset + length)`` of the payload: ledger ``[start, stop)`` of layer group ``group``.
 
-    ``digest`` is blake3 of those bytes, as they are stored.
+    ``codec`` encoded them, with ``parameters``; ``digest`` is blake3 of those bytes, as they are stored.
     """
 
     group: _Small
+    codec: _CodecName
+    parameters: dict[str, Any]
     start: _Count
     stop: _Count
     offset: _Count
@@ -83,14 +85,17 @@ class PartEntry(_Strict):
 
 
 class ChunkHeader(_Strict):
-    """A chunk file's JSON header. Valid by construction: spans nest, parts tile the payload, every token has its id."""
+    """A chunk file's JSON header. Valid by construction: spans nest, parts tile the payload, every token has its id.
 
-    format: Literal[1]
+    ``codec`` is the one that the chunk was written with; single parts of it may be stored losslessly (sinks, sliding
+    windows). ``ancestors``: lossy codecs that the numbers had gone through before.
+    """
+
+    format: Literal[2]
     kv_fingerprint: _Text
     tenant: _Text
     lookup_key: _Name
     codec: _CodecName
-    codec_parameters: dict[str, Any]
     ancestors: Annotated[tuple[_CodecName, ...], Field(max_length=64)]
     dtype: Literal["bfloat16", "float16", "float32", "float64"]
     groups: Annotated[tuple[GroupEntry, ...], Field(min_length=1, max_length=256)]
@@ -165,12 +170,14 @@ class ChunkHeader(_Strict):
                 raise ValueError(f"part [{part.start}, {part.stop}) is not inside [{self.start}, {self.stop})")
             if part.start < before.get(part.group, 0):
                 raise ValueError("parts of a group overlap, or are not in ledger order")
-            if self.groups[part.group].window is None and part.span != span:
-                raise ValueError("a part of a full-attention group does not cover the chunk")
+            if self.groups[part.group].window is None and part.start != before.get(part.group, self.start):
+                raise ValueError("the parts of a full-attention group leave a gap")
             if part.offset != offset:
                 raise ValueError(f"a part at {part.offset} where {offset} was due: parts tile the payload")
             offset, before[part.group] = offset + part.length, part.stop
         full = {i for i, group in enumerate(self.groups) if group.window is None}
+        if any(before.get(group, self.stop) != self.stop for group in full):
+            raise ValueError("the parts of a full-attention group do not cover the chunk")
         if full & before.keys() and full - before.keys():
             raise ValueError("one full-attention group has a part, another has none")
         return self

@@ -83,12 +83,16 @@ def tenant_salt(home_secret: bytes, tenant: str) -> bytes:
     return _hash(_SALT, home_secret, tenant).digest()
 
 
-def lookup_key(salt: bytes, kv_fingerprint: str, *, start: int, stop: int, chain: str, lineage: str = "") -> str:
-    """Name of the KV of ledger positions ``[start, stop)``, whatever its codec.
+def lookup_key(
+    salt: bytes, kv_fingerprint: str, *, start: int, stop: int, chain: str, lineage: str = "", quality: str = ""
+) -> str:
+    """Name of the KV of ledger positions ``[start, stop)``, however its bytes are encoded.
 
-    ``chain`` is the chain hash at ``stop``; ``lineage`` says which evictions the tokens have seen, ``""`` for none.
+    ``chain`` is the chain hash at ``stop``; ``lineage`` says which evictions the tokens have seen, ``quality`` which
+    lossy layout or codec the session is under; ``""`` for none.
     """
-    return _hash(_LOOKUP, salt, kv_fingerprint, str(start), str(stop), chain, lineage).hexdigest()[:NAME_DIGITS]
+    fields = (str(start), str(stop), chain, lineage, quality)
+    return _hash(_LOOKUP, salt, kv_fingerprint, *fields).hexdigest()[:NAME_DIGITS]
 
 
 def chunk_id(key: str, payload_digest: bytes) -> str:

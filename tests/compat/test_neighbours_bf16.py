@@ -35,7 +35,7 @@ CROWD = (
 @asynccontextmanager
 async def opened(model: Path, home: Path) -> AsyncIterator[tuple[AgentKV, list[list[int]]]]:
     """A runtime in bf16, and the rows that each session had in each step, as they come."""
-    async with AgentKV.open(model=str(model), home=home, dtype="bfloat16", idle_seconds=3600) as kv:
+    async with AgentKV.open(model=str(model), home=home, dtype="bfloat16", idle_seconds=3600, idle_codec="exact") as kv:
         assert kv.model.adapter.model.dtype is torch.bfloat16
         engine, steps = kv.model.engine, list[list[int]]()
         plan = engine._scheduler.plan

@@ -23,7 +23,7 @@ WINDOW, FED, SCORED = 1024, 6000, 512
 async def test_perplexity_after_a_retained_recompute_is_near_that_of_the_lost_state(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
-    async with AgentKV.open(model=str(smollm2_path), home=tmp_path, idle_seconds=3600) as kv:
+    async with AgentKV.open(model=str(smollm2_path), home=tmp_path, idle_seconds=3600, idle_codec="exact") as kv:
         head = await (await kv.sessions.create(system="You are a patient assistant.")).token_ids()
         ids = [*head, *documentation_ids(kv, FED + SCORED + 1)]
         model, layout = kv.model, kv.model.layout

@@ -52,7 +52,7 @@ async def both(kv: AgentKV, *says: Any, **create: Any) -> list[Session]:
 
 async def test_the_example_works_as_it_is_written(models: Path, tmp_path: Path) -> None:
     model = str(chat_folder(models))
-    async with AgentKV.open(model=model, home=tmp_path / "state", disk_margin=0) as kv:
+    async with AgentKV.open(model=model, home=tmp_path / "state", disk_margin=0, idle_codec="exact") as kv:
         session = await kv.sessions.create(system="You are Bolt, a terse assistant.", agent_id="bolt")
         reply = await session.send("What is the capital of France?", max_tokens=64)
         assert isinstance(reply, Reply)
@@ -74,7 +74,7 @@ async def test_the_example_works_as_it_is_written(models: Path, tmp_path: Path) 
         assert report.nbytes > 0 < report.tokens
         assert report.seconds > 0
         session_id = session.id
-    async with AgentKV.open(model=model, home=tmp_path / "state", disk_margin=0) as kv:
+    async with AgentKV.open(model=model, home=tmp_path / "state", disk_margin=0, idle_codec="exact") as kv:
         session = await kv.sessions.get(session_id)
         reply = await session.send("Which one did I ask first?")
         assert reply.usage.cached_tokens > 0
@@ -85,7 +85,7 @@ async def test_the_example_works_as_it_is_written(models: Path, tmp_path: Path) 
 
 
 async def test_open_may_be_awaited_and_closed_by_hand(models: Path, tmp_path: Path) -> None:
-    kv = await AgentKV.open(model=str(chat_folder(models)), home=tmp_path, disk_margin=0)
+    kv = await AgentKV.open(model=str(chat_folder(models)), home=tmp_path, disk_margin=0, idle_codec="exact")
     with pytest.raises(Closed):
         await kv
     await kv.close()

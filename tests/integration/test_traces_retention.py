@@ -45,7 +45,7 @@ async def answers(session: Session) -> bool:
 @pytest.mark.parametrize(("trace", "policy"), _cases())
 async def test_a_transcript_replays_to_its_end(trace: Trace, policy: str, smollm2_path: Path, tmp_path: Path) -> None:
     window = int(policy.split(":")[1])
-    async with AgentKV.open(model=str(smollm2_path), home=tmp_path, idle_seconds=3600) as kv:
+    async with AgentKV.open(model=str(smollm2_path), home=tmp_path, idle_seconds=3600, idle_codec="exact") as kv:
         session = await kv.sessions.create(system=trace.system, policy=policy)
         head = await session.token_ids()
         answered = 0

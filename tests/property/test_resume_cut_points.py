@@ -41,7 +41,9 @@ class Bench:
 
     async def open(self) -> AgentKV:
         if self.kv is None:
-            self.kv = await AgentKV.open(model=str(self.path), home=self.home, dtype="float32", idle_seconds=3600)
+            self.kv = await AgentKV.open(
+                model=str(self.path), home=self.home, dtype="float32", idle_seconds=3600, idle_codec="exact"
+            )
         return self.kv
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from agentkv.codecs import CODECS, KVBlock
+from agentkv.codecs import CODECS, Codecs, KVBlock
 from agentkv.errors import ChunkFault
 from agentkv.storage import naming
 from agentkv.storage.chunkfile import (
@@ -78,7 +78,7 @@ def chunk(codec: str = "exact", **changes: object) -> EncodedChunk:
 EXPECTED = {
     "kv_fingerprint": "weights-1",
     "geometry": GEOMETRY,
-    "span": SPAN,
+    "within": SPAN,
     "ids": LEDGER[8:20],
     "chain_start": naming.chain_hash(LEDGER[:8]),
     "chain": naming.chain_hash(LEDGER[:20]),
@@ -94,7 +94,7 @@ def use(data: bytes, chunk_id: str, **changes: object) -> list[KVBlock]:
     outs = []
     for i, part in enumerate(header.parts):
         outs.append(empty(GEOMETRY.groups[part.group], len(part.span)))
-        decode_part(data, header, i, outs[-1])
+        decode_part(data, header, i, outs[-1], Codecs())
     return outs
 
 
@@ -139,7 +139,7 @@ def test_every_flipped_byte_is_noticed() -> None:
     written = chunk()
     data = written.tobytes()
     reasons = {fault(data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :], written.id) for i in range(len(data))}
-    assert reasons == {"format", "checksum", "truncated"}
+    assert reasons == {"format", "version", "checksum", "truncated"}
 
 
 def test_every_truncation_is_noticed() -> None:
@@ -165,7 +165,8 @@ def test_a_whole_file_under_another_name_is_noticed() -> None:
         ("lookup_key", "0" * 40, "fingerprint"),
         ("geometry", KVGeometry((FULL,), "bfloat16"), "geometry"),
         ("geometry", KVGeometry((FULL, SLIDING), "float16"), "geometry"),
-        ("span", Span(8, 21), "tokens"),
+        ("within", Span(8, 21), "tokens"),
+        ("within", Span(7, 20), "tokens"),
         ("ids", LEDGER[9:21], "tokens"),
         ("ids", LEDGER[8:21], "tokens"),
         ("ids", LEDGER[8:8], "tokens"),
@@ -200,7 +201,7 @@ def test_a_buffer_of_other_shape_or_dtype_is_refused() -> None:
     data = written.tobytes()
     for index, out in ((0, empty(FULL, 11)), (0, empty(SLIDING, 12)), (0, empty(FULL, 12, torch.float16)), (5, None)):
         with pytest.raises(ChunkFault) as caught:
-            decode_part(data, written.header, index, out)  # type: ignore[arg-type]
+            decode_part(data, written.header, index, out, Codecs())  # type: ignore[arg-type]
         assert caught.value.reason == "geometry"
 
 
@@ -217,7 +218,7 @@ def forge(written: EncodedChunk, **changes: object) -> tuple[bytes, str]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
+        {"format": 1},
         {"format": ...},
         {"surprise": 1},
         {"start": -1},
@@ -231,7 +232,7 @@ def forge(written: EncodedChunk, **changes: object) -> tuple[bytes, str]:
         {"resume_points": [7]},
         {"resume_points": [20, 20]},
         {"chain": "short"},
-        {"codec_parameters": []},
+        {"codec": 7},
         {"lookup_key": "../../etc"},
         {"position_base": "8"},
         {"position_base": float("nan")},
@@ -248,6 +249,8 @@ def test_forged_part_tables_are_format_faults() -> None:
         (0, {"offset": 1}),
         (1, {"offset": 0}),
         (0, {"start": 9}),
+        (0, {"stop": 19}),
+        (0, {"parameters": []}),
         (1, {"start": 20}),
         (1, {"stop": 21}),
         (1, {"group": 2}),
@@ -269,7 +272,7 @@ def test_a_length_that_reaches_past_the_file_is_truncated() -> None:
 
 
 def test_a_deeply_nested_header_is_a_fault() -> None:
-    text = b'{"codec_parameters":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    text = b'{"codec":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     prefix = chunk().buffers[0][:12] + len(text).to_bytes(4, "little")
     data = prefix + blake3(prefix + text).digest() + text
     assert fault(data, "0" * 40) == "format"
@@ -277,8 +280,25 @@ def test_a_deeply_nested_header_is_a_fault() -> None:
 
 def test_an_unknown_codec_and_a_wrong_one_are_faults() -> None:
     written = chunk("raw")
-    assert fault(*forge(written, codec="from-the-future")) == "format"
-    assert fault(*forge(written, codec="exact")) == "decode"
+    parts = json.loads(written.header.model_dump_json())["parts"]
+    for change, reason in (
+        ({"codec": "from-the-future"}, "version"),
+        ({"codec": "exact"}, "decode"),
+        ({"parameters": {"fit": "of another home"}}, "fit"),
+    ):
+        assert fault(*forge(written, parts=[{**part, **change} for part in parts])) == reason
+
+
+def test_each_part_has_its_own_codec() -> None:
+    first, rest = kv(FULL, 12).cut(0, 5), kv(FULL, 12).cut(5, 12)
+    parts = [Part(0, Span(8, 13), first, CODECS.get("exact")), Part(0, Span(13, 20), rest)]
+    written = encode_chunk(meta(), parts, CODECS.get("raw"))
+    assert [part.codec for part in written.header.parts] == ["exact", "raw"]
+    for got, put in zip(use(written.tobytes(), written.id), (first, rest), strict=True):
+        for a, b in zip((*got.keys, *got.values), (*put.keys, *put.values), strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="leave a gap"):
+        encode_chunk(meta(), [parts[0], Part(0, Span(14, 20), kv(FULL, 6))], CODECS.get("raw"))
 
 
 def test_parts_that_do_not_fit_the_meta_are_refused_at_once() -> None:

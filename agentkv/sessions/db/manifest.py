@@ -30,10 +30,11 @@ from agentkv.sessions.db.records import (
     unpack_placement,
 )
 from agentkv.sessions.db.schema import ChunkRow, ResumePointRow, SegmentRow, SessionRow, TombstoneRow
-from agentkv.types import Span
+from agentkv.types import Span, without
 
 __all__ = [
     "append_segments",
+    "attach",
     "chunk_bytes",
     "claim_garbage",
     "delete_session",
@@ -41,6 +42,9 @@ __all__ = [
     "known_chunk_ids",
     "manifest",
     "prune_manifest",
+    "release_foreign",
+    "reseal",
+    "stored_chunks",
     "tombstoned",
     "truncate_manifest",
 ]
@@ -60,9 +64,116 @@ def append_segments(
     References are counted.
     """
     session = session_row(db, session_id, lock=True)
+    _append(db, session, chunks, segments, resume_points)
+
+
+def reseal(
+    db: Session,
+    session_id: str,
+    chunks: Sequence[ChunkRecord],
+    segments: Sequence[SegmentRecord],
+    resume_points: Sequence[ResumePoint],
+    void: Span | None,
+) -> list[str]:
+    """As ``append_segments``, where some of ``segments`` take the place of what is stored already: within the manifest,
+    in ledger order, covering what they replace or cutting it in two.
+
+    Resume points inside ``void`` that are not among ``resume_points`` go: what they needed is not stored any more.
+    Returns the chunks that lost their last reference.
+    """
+    session = session_row(db, session_id, lock=True)
+    end = _manifest_end(db, session_id)
+    inside = [segment for segment in segments if segment.span.start < end]
+    dropped: Counter[str] = Counter()
+    if inside:
+        mine = SegmentRow.session_id == session_id
+        columns = (SegmentRow.start, SegmentRow.stop, SegmentRow.chunk_id)
+        for start, stop, chunk_id in db.execute(select(*columns).where(mine).order_by(SegmentRow.start)).all():
+            holes = [segment.span for segment in inside if len(segment.span.intersect(Span(start, stop)))]
+            if not holes:
+                continue
+            db.execute(delete(SegmentRow).where(mine, SegmentRow.start == start))
+            left = list(without(Span(start, stop), holes))
+            for span in left:
+                db.add(SegmentRow(session_id=session_id, start=span.start, stop=span.stop, chunk_id=chunk_id))
+            dropped[chunk_id] += 1 - len(left)
+        db.flush()
+    if void is not None:
+        points = [point.position for point in resume_points]
+        db.execute(
+            delete(ResumePointRow).where(
+                ResumePointRow.session_id == session_id,
+                ResumePointRow.position > void.start,
+                ResumePointRow.position < void.stop,
+                ResumePointRow.position.not_in(points),
+            )
+        )
+    _append(db, session, chunks, segments, resume_points, replacing=len(inside))
+    return _release(db, {chunk_id: count for chunk_id, count in dropped.items() if count})
+
+
+def attach(
+    db: Session, session_id: str, segments: Sequence[SegmentRecord], resume_points: Sequence[ResumePoint]
+) -> int:
+    """Give a session that has no KV yet that of others: chunks that are stored, from the ledger's start on.
+
+    Returns its new ``kv_length``. ``ManifestConflict`` where it has KV, ``ChunkCondemned`` where a chunk is going.
+    """
+    session = session_row(db, session_id, lock=True)
+    if session.kv_length or _manifest_end(db, session_id):
+        raise ManifestConflict(f"session {session_id} has KV of its own")
+    _append(db, session, [], segments, resume_points)
+    session.kv_length = segments[-1].span.stop
+    session.state = "disk"
+    return session.kv_length
+
+
+def stored_chunks(db: Session, tenant: str, keys: Sequence[str]) -> list[ChunkRecord]:
+    """Chunks of one tenant that are stored under any of these lookup keys and are not being deleted."""
+    found: list[ChunkRecord] = []
+    for batch in _batches(sorted(set(keys))):
+        query = select(ChunkRow).where(
+            ChunkRow.lookup_key.in_(batch), ChunkRow.tenant == tenant, ChunkRow.refs > 0, ~ChunkRow.deleting
+        )
+        found.extend(_record(row) for row in db.scalars(query.order_by(ChunkRow.id)))
+    return found
+
+
+def release_foreign(db: Session, kv_fingerprint: str, sessions: int) -> list[str]:
+    """The least recently used ``sessions`` whose stored KV is another model's give it up.
+
+    Returns the chunks that lost their last reference.
+    """
+    foreign = (
+        select(SegmentRow.session_id)
+        .join(ChunkRow, ChunkRow.id == SegmentRow.chunk_id)
+        .join(SessionRow, SessionRow.id == SegmentRow.session_id)
+        .where(ChunkRow.kv_fingerprint != kv_fingerprint)
+        .group_by(SegmentRow.session_id)
+        .order_by(func.max(SessionRow.updated_at), SegmentRow.session_id)
+        .limit(sessions)
+    )
+    condemned: list[str] = []
+    for session_id in list(db.scalars(foreign)):
+        condemned += truncate_manifest(db, session_id, 0)
+    return condemned
+
+
+def _append(
+    db: Session,
+    session: SessionRow,
+    chunks: Sequence[ChunkRecord],
+    segments: Sequence[SegmentRecord],
+    resume_points: Sequence[ResumePoint],
+    replacing: int = 0,
+) -> None:
+    """``replacing``: so many of the first segments fill holes that were made for them."""
+    session_id = session.id
     end = _manifest_end(db, session_id)
     evicts = session.placement is not None
-    for segment in segments:
+    for segment in segments[:replacing]:
+        end = max(end, segment.span.stop)
+    for segment in segments[replacing:]:
         gap = segment.span.start - end
         if gap < 0 or (gap and not evicts) or len(segment.span) == 0:
             raise ManifestConflict(
@@ -127,11 +238,12 @@ def manifest(db: Session, session_id: str) -> Manifest:
     """The stored KV of a session, in ledger order."""
     session_row(db, session_id)
     rows = db.execute(
-        select(SegmentRow.chunk_id, SegmentRow.start, SegmentRow.stop)
+        select(SegmentRow.chunk_id, SegmentRow.start, SegmentRow.stop, ChunkRow.codec)
+        .join(ChunkRow, ChunkRow.id == SegmentRow.chunk_id)
         .where(SegmentRow.session_id == session_id)
         .order_by(SegmentRow.start)
     )
-    segments = tuple(SegmentRecord(chunk_id, Span(start, stop)) for chunk_id, start, stop in rows)
+    segments = tuple(SegmentRecord(chunk_id, Span(start, stop), codec) for chunk_id, start, stop, codec in rows)
     return Manifest(segments, tuple(_resume_points(db, session_id)))
 
 
@@ -251,6 +363,12 @@ def _release(db: Session, dropped: Mapping[str, int]) -> list[str]:
         if row.refs == 0:
             condemned.append(row.id)
     return condemned
+
+
+def _record(row: ChunkRow) -> ChunkRecord:
+    return ChunkRecord(
+        row.id, row.lookup_key, row.tenant, row.kv_fingerprint, Span(row.start, row.stop), row.codec, row.nbytes
+    )
 
 
 def _new_chunk(chunk: ChunkRecord) -> ChunkRow:

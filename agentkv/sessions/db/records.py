@@ -133,10 +133,14 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRecord:
-    """The part ``span`` of the ledger that a manifest takes from a chunk; may be shorter than the chunk."""
+    """The part ``span`` of the ledger that a manifest takes from a chunk; may be shorter than the chunk.
+
+    ``codec``: the chunk's, where the manifest was read from the database.
+    """
 
     chunk_id: str
     span: Span
+    codec: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -182,6 +182,43 @@ class Repository:
             lambda db: manifest.append_segments(db, session_id, chunks, segments, resume_points)
         )
 
+    async def reseal(
+        self,
+        session_id: str,
+        chunks: Sequence[ChunkRecord],
+        segments: Sequence[SegmentRecord],
+        resume_points: Sequence[ResumePoint] = (),
+        void: Span | None = None,
+    ) -> list[str]:
+        """As ``append_segments``, where the first of ``segments``, in ledger order, may replace what is stored.
+
+        Resume points inside ``void`` (open at both ends) that are not among ``resume_points`` go. Returns the chunks
+        that lost their last reference.
+        """
+        return await self._transactions.write(
+            lambda db: manifest.reseal(db, session_id, chunks, segments, resume_points, void)
+        )
+
+    async def attach(
+        self, session_id: str, segments: Sequence[SegmentRecord], resume_points: Sequence[ResumePoint] = ()
+    ) -> int:
+        """Let a session without KV begin with chunks that are stored. Returns its ``kv_length``.
+
+        Raises ``ManifestConflict`` where it has KV, ``ChunkCondemned`` where a chunk is being deleted.
+        """
+        return await self._transactions.write(lambda db: manifest.attach(db, session_id, segments, resume_points))
+
+    async def stored_chunks(self, tenant: str, keys: Sequence[str]) -> list[ChunkRecord]:
+        """Chunks of one tenant stored under any of these lookup keys; none that is being deleted."""
+        return await self._transactions.read(lambda db: manifest.stored_chunks(db, tenant, keys))
+
+    async def release_foreign(self, kv_fingerprint: str, sessions: int = 8) -> list[str]:
+        """The least recently used sessions with another model's KV give it up; their ledgers stay.
+
+        Returns the chunks that lost their last reference.
+        """
+        return await self._transactions.write(lambda db: manifest.release_foreign(db, kv_fingerprint, sessions))
+
     async def manifest(self, session_id: str) -> Manifest:
         """The stored KV of a session."""
         return await self._transactions.read(lambda db: manifest.manifest(db, session_id))

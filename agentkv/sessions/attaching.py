@@ -1,0 +1,94 @@
+"""A new session begins with KV that others have stored for the same head: system prompt and tools.
+
+The head is computed once and stored once, however many sessions begin with it. A session shares a chunk only by
+attaching to it before it computes anything itself: the same tokens may have other bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from agentkv.errors import ChunkFault, StorageError
+from agentkv.sessions.core import SessionCore
+from agentkv.sessions.db.records import ChunkRecord, ManifestConflict, ResumePoint, SegmentRecord
+from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.storing import ChunkWriter, chains
+from agentkv.storage.blobs import BlobStore
+from agentkv.storage.chunkfile import HEAD_LIMIT, MAX_CHUNK_TOKENS, read_header
+from agentkv.types import SessionState, Span
+
+__all__ = ["Attaching"]
+
+logger = logging.getLogger(__name__)
+
+_LEAST = 64
+"""A shorter head is computed sooner than it is looked up and read."""
+
+
+class Attaching:
+    """Finds a new session's head among the stored chunks of its tenant."""
+
+    def __init__(
+        self, repository: Repository, blobs: BlobStore, writer: ChunkWriter, executor: Executor, *, forgets: bool
+    ) -> None:
+        """``forgets``: whether some of the model's layers see a sliding window only."""
+        self._repository = repository
+        self._blobs = blobs
+        self._writer = writer
+        self._executor = executor
+        self._forgets = forgets
+
+    async def attach(self, core: SessionCore, ledger: array[int]) -> None:
+        """Make stored chunks the session's own, as far as they reach. Call with the gate held, before its first KV.
+
+        What is found is restored by the caller like any stored KV: where it turns out to be bad, it is computed.
+        """
+        pinned = core.record.pinned
+        if core.kv is not None or core.record.kv_length or pinned < _LEAST:
+            return
+        found = await self._found(core, ledger)
+        reached = found[-1].span.stop if found else 0
+        if not found or (reached < pinned and (self._forgets or core.evicts)):
+            return
+        if self._forgets and not await self._resumes(found[-1].id, pinned):
+            return
+        segments = [SegmentRecord(chunk.id, chunk.span) for chunk in found]
+        points = [ResumePoint(pinned, "prefix")] if reached == pinned else []
+        try:
+            kv_length = await self._repository.attach(core.id, segments, points)
+        except ManifestConflict:
+            return  # they are being deleted, or it has stored KV in spite of all: computing is always right
+        core.record = replace(core.record, kv_length=kv_length, state="disk")
+        core.state, core.stored, core.snapped = SessionState.DISK, None, None
+
+    async def _found(self, core: SessionCore, ledger: array[int]) -> list[ChunkRecord]:
+        """Stored chunks that tile the head from its start on, as this session would have cut it."""
+        spans = list(Span(0, core.record.pinned).split(MAX_CHUNK_TOKENS))
+        codec = self._writer.codec(core.record.idle_codec)
+        ends = [end for _, end in chains(ledger, spans)]
+        keys = [self._writer.key(span, end, codec) for span, end in zip(spans, ends, strict=True)]
+        stored = {chunk.lookup_key: chunk for chunk in await self._repository.stored_chunks(core.record.tenant, keys)}
+        found = []
+        for key in keys:
+            if (chunk := stored.get(key)) is None:
+                break
+            found.append(chunk)
+        return found
+
+    async def _resumes(self, chunk_id: str, position: int) -> bool:
+        """Whether sliding windows are stored with which to go on from there."""
+
+        def look() -> bool:
+            header = read_header(
+                self._blobs.get(chunk_id, limit=HEAD_LIMIT), chunk_id, nbytes=self._blobs.size(chunk_id)
+            )
+            return position in header.resume_points
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, look)
+        except (ChunkFault, StorageError):
+            return False
