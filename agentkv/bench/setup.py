@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import random
 import tempfile
 import time
@@ -15,7 +13,9 @@ from typing import Any
 
 import torch
 
+from agentkv.engine.machine import machine as describe
 from agentkv.engine.reference import load_reference
+from agentkv.engine.texts import documentation, encoded
 from agentkv.errors import InvalidRequest
 from agentkv.models import LocalModel, pull
 from agentkv.sessions.runtime import AgentKV
@@ -55,17 +55,8 @@ def text_ids(kv: AgentKV, tokens: int, seed: int = 0) -> list[int]:
 
 
 def documentation_ids(kv: AgentKV, tokens: int) -> list[int]:
-    """``tokens`` ids of long real text that every Python has: its own reference documentation, about 100,000 tokens."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise InvalidRequest("this Python comes without its documentation (pydoc_data.topics)") from None
-    if kv.model.tokenizer is None:
-        raise InvalidRequest(f"{kv.model.name} has no tokenizer: benchmarks feed it text", param="model")
-    ids: list[int] = kv.model.tokenizer.encode("\n\n".join(topics.values()), add_special_tokens=False)
-    if len(ids) < tokens:
-        raise InvalidRequest(f"the documentation has {len(ids):,} tokens, {tokens:,} are wanted", param="tokens")
-    return ids[:tokens]
+    """``tokens`` ids of long real text that every Python has: its own documentation."""
+    return encoded(documentation(), kv.model.tokenizer, tokens)
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -81,19 +72,4 @@ def timed(work: Callable[[], Any]) -> float:
 
 def machine(kv: AgentKV) -> dict[str, Any]:
     """What the figures were measured on."""
-    device = kv.model.adapter.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return {
-        "device": f"{device.type}: {name}",
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return describe(kv.model.adapter.device)

@@ -11,7 +11,7 @@ import typer.core
 
 from agentkv import __version__
 from agentkv.bench.app import app as bench
-from agentkv.cli import chat, demo, doctor, models, sessions
+from agentkv.cli import calibrate, chat, demo, doctor, models, sessions
 from agentkv.errors import AgentKVError
 
 __all__ = ["app"]
@@ -67,6 +67,7 @@ app.command("demo")(demo.demo)
 app.command("chat")(chat.chat)
 app.add_typer(models.app, name="models")
 app.add_typer(sessions.app, name="sessions")
+app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench, name="bench")
 
