@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 __all__ = ["Amount", "Bytes", "Settings", "default_home"]
@@ -79,6 +79,16 @@ class Settings(BaseSettings):
     host_budget: Amount = Field("20%", description="Bytes, or share of host memory, for encoded KV.")
     disk_budget: Amount = Field("80%", description="Bytes, or share of the file system, for stored KV files.")
     disk_margin: Amount = Field("1GiB", description="Free space on the file system that is never used.")
+
+    blobs_url: str | None = Field(
+        None,
+        description="Where stored KV lies: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///folder`, `memory:`; "
+        "default: files in the home folder.",
+    )
+    encryption_key: SecretStr | None = Field(
+        None, description="Encrypts stored KV (AES-256-GCM): 32 bytes, as 64 hex digits or base64."
+    )
+    encryption_key_file: Path | None = Field(None, description="File that holds the key, readable by its owner alone.")
 
     prefill_tokens: int = Field(
         0, ge=0, description="Tokens of one prefill piece; 0 chooses by device (512 on CPU, 2048 on CUDA)."

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agentkv.sessions.db.records import Manifest
     from agentkv.sessions.db.repository import Repository
     from agentkv.settings import Settings
-    from agentkv.storage.local import LocalBlobs
+    from agentkv.storage.blobs import BlobStore
 
 __all__ = ["StoredHome", "is_empty", "settings_of_session", "stored_home"]
 
@@ -24,7 +24,8 @@ class StoredHome:
     """A locked home's database and files. Methods block no loop for long: they look at sizes, not at content."""
 
     repository: Repository
-    blobs: LocalBlobs
+    blobs: BlobStore
+    secret: bytes
 
     def nbytes(self, manifest: Manifest) -> int:
         """Bytes on disk of a manifest's chunks; missing ones count nothing."""
@@ -39,6 +40,10 @@ class StoredHome:
     async def delete(self, session_id: str) -> int:
         """Delete a session and the files that no other needs; the bytes freed. ``SessionNotFound`` if there is none."""
         await self.repository.delete_session(session_id)
+        return await self.collect_garbage()
+
+    async def collect_garbage(self) -> int:
+        """Delete the files that no session needs. The bytes freed."""
         before = self.blobs.used_bytes()
         while claimed := await self.repository.claim_garbage(100):
             for name in claimed:
@@ -57,12 +62,12 @@ async def stored_home(settings: Settings) -> AsyncIterator[StoredHome]:
     """Lock the home and open its database. Raises ``HomeLocked`` with the pid of the process that has it."""
     from agentkv.sessions.db.repository import Repository
     from agentkv.sessions.home import Home
-    from agentkv.storage.local import LocalBlobs
+    from agentkv.sessions.opening import open_store
 
     home = await asyncio.to_thread(Home, settings.home)
     try:
         async with await Repository.open(settings.database_url) as repository:
-            yield StoredHome(repository, await asyncio.to_thread(LocalBlobs, settings.blobs_dir))
+            yield StoredHome(repository, await asyncio.to_thread(open_store, settings), home.secret)
     finally:
         home.close()
 

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentkv.errors import Closed, InvalidRequest
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from agentkv.sessions.db.repository import Repository
     from agentkv.sessions.home import Home
     from agentkv.sessions.manager import Sessions
-    from agentkv.storage.local import LocalBlobs
+    from agentkv.storage.blobs import BlobStore
 
 __all__ = ["AgentKV"]
 
@@ -101,7 +100,7 @@ class AgentKV:
         from agentkv.sessions.db.repository import Repository
         from agentkv.sessions.home import Home
         from agentkv.sessions.manager import Sessions
-        from agentkv.storage.local import LocalBlobs
+        from agentkv.sessions.opening import open_store
 
         self._home = await asyncio.to_thread(Home, settings.home)
         self._repository = await Repository.open(settings.database_url)
@@ -109,17 +108,7 @@ class AgentKV:
         self._executor = await asyncio.to_thread(start_workers, max(2, os.cpu_count() or 2))
         loop = asyncio.get_running_loop()
 
-        def open_blobs() -> LocalBlobs:
-            disk = _total_disk(settings.home)
-            blobs = LocalBlobs(
-                settings.blobs_dir,
-                budget_bytes=_bytes(settings.disk_budget, disk),
-                margin_bytes=_bytes(settings.disk_margin, disk),
-            )
-            blobs.sweep()
-            return blobs
-
-        blobs = await loop.run_in_executor(self._executor, open_blobs)
+        blobs = await loop.run_in_executor(self._executor, open_store, settings)
         self._model = await _in_new_thread(lambda: _load_model(settings))
         calibration = await asyncio.to_thread(load_calibration, settings.home, self._model.fingerprints.kv)
         self.sessions = Sessions(settings, self._model, self._repository)
@@ -128,9 +117,10 @@ class AgentKV:
         self._model.engine.start()
         self._watch = asyncio.create_task(self.sessions.tiers.watch(), name="agentkv-idle")
 
-    def _tiers(self, blobs: LocalBlobs, calibration: StoredCalibration) -> Any:
+    def _tiers(self, blobs: BlobStore, calibration: StoredCalibration) -> Any:
         from agentkv.models.gate import auto_codec
         from agentkv.sessions.attaching import Attaching
+        from agentkv.sessions.opening import bytes_of
         from agentkv.sessions.restoring import ChunkReader
         from agentkv.sessions.storing import ChunkWriter
         from agentkv.sessions.tiers import Tiers
@@ -154,7 +144,7 @@ class AgentKV:
             auto=auto,
             layout=model.layout.lossy,
         )
-        host = HostTier(_bytes(settings.host_budget, _total_memory()))
+        host = HostTier(bytes_of(settings.host_budget, _total_memory()))
         reader = ChunkReader(
             blobs,
             host,
@@ -176,31 +166,20 @@ class AgentKV:
             self.sessions.cores,
             kv_fingerprint=model.fingerprints.kv,
             context=model.context_limit,
-            device_budget=_bytes(settings.device_budget, _device_memory(model)),
+            device_budget=bytes_of(settings.device_budget, _device_memory(model)),
             idle_seconds=settings.idle_seconds,
             disk_seconds=settings.disk_seconds,
         )
 
-    async def _sweep(self, blobs: LocalBlobs) -> None:
-        """What a crash left: files that the index does not know are moved aside, deleted ones deleted, rows without
-        references collected."""
-        assert self._repository and self._executor
-        known = await self._repository.known_chunk_ids()
-        loop = asyncio.get_running_loop()
-        listed = await loop.run_in_executor(self._executor, lambda: list(blobs.list()))
-        orphans = [name for name, _ in listed if name not in known]
-        if orphans:
-            buried = await self._repository.tombstoned(orphans)
+    async def _sweep(self, blobs: BlobStore) -> None:
+        """What a crash left: files that the index does not know are taken up where they continue a session's stored KV,
+        deleted ones deleted, the others moved aside; rows without references are collected."""
+        from agentkv.sessions.rebuilding import adopt_orphans
 
-            def clear() -> None:
-                for name in orphans:
-                    if name in buried:
-                        blobs.delete(name)
-                    else:
-                        blobs.quarantine(name, "orphan")
-
-            await loop.run_in_executor(self._executor, clear)
-            logger.info("swept %d chunk files that no session names (%d were deleted ones)", len(orphans), len(buried))
+        assert self._repository and self._executor and self._home
+        report = await adopt_orphans(self._repository, blobs, self._home.secret, self._executor)
+        if report.files:
+            logger.info("swept %d chunk files that the index did not know: %s", report.files, report)
         await self.sessions.tiers.writer.collect_garbage()
 
     async def flush(self) -> None:
@@ -260,18 +239,8 @@ def _load_model(settings: Settings) -> LoadedModel:
     return load(pull(settings.model, settings), settings)
 
 
-def _bytes(amount: int | str, total: int) -> int:
-    """A number of bytes, or a share of ``total``."""
-    return amount if isinstance(amount, int) else int(total * float(amount.rstrip("%")) / 100)
-
-
 def _total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _total_disk(path: Path) -> int:
-    stat = os.statvfs(path)
-    return stat.f_frsize * stat.f_blocks
 
 
 def _device_memory(model: LoadedModel) -> int:

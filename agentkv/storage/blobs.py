@@ -65,6 +65,9 @@ class Scratch:
 class BlobStore(ABC):
     """Names to bytes. Thread-safe. A name is 2 to 128 of ``0-9 a-z _ -``; its content never changes once put."""
 
+    budget_bytes: int
+    """Most bytes that ``used_bytes`` may reach."""
+
     def put(self, name: str, parts: Parts) -> int:
         """Store one blob, durable on return; replaces one of the same name at once or not at all. Returns its bytes.
 

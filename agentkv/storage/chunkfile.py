@@ -39,6 +39,7 @@ __all__ = [
     "decode_part",
     "encode_chunk",
     "read_header",
+    "verify",
 ]
 
 _MAGIC = b"AGENTKV\x1a"
@@ -169,13 +170,7 @@ def decode_part(buf: Buffer, header: ChunkHeader, part_index: int, out: KVBlock,
     part = header.parts[part_index]
     if trouble := _mismatch(header.geometry, part.group, len(part.span), out):
         raise ChunkFault(name, "geometry", trouble)
-    view = memoryview(buf).cast("B")
-    stop = len(view) - header.payload_nbytes + part.offset + part.length
-    body = view[max(0, stop - part.length) : max(0, stop)]
-    if len(body) != part.length:
-        raise ChunkFault(name, "truncated", f"part {part_index} has {len(body):,} of {part.length:,} bytes")
-    if blake3(body).hexdigest() != part.digest:
-        raise ChunkFault(name, "checksum", f"part {part_index} ({part.length:,} bytes) is not what was written")
+    body = _body(memoryview(buf).cast("B"), header, part_index)
     try:
         codec = codecs.decoder(part.codec, part.parameters)
     except InvalidRequest as error:
@@ -186,6 +181,17 @@ def decode_part(buf: Buffer, header: ChunkHeader, part_index: int, out: KVBlock,
         codec.decode(body, out, part.parameters)
     except Exception as error:  # a codec may come from a third party: a fault here costs a recompute, never a turn
         raise ChunkFault(name, "decode", f"{part.codec}: {error}") from error
+
+
+def verify(buf: Buffer, chunk_id: str) -> ChunkHeader:
+    """Header of the whole file ``buf``, every byte of which is what was written. Decodes nothing.
+
+    Raises ``ChunkFault`` as ``read_header`` and ``decode_part`` do.
+    """
+    header = read_header(buf, chunk_id)
+    for index in range(len(header.parts)):
+        _body(memoryview(buf).cast("B"), header, index)
+    return header
 
 
 def check(
@@ -226,6 +232,18 @@ def check(
         raise ChunkFault(name, "tokens", f"another ledger before position {header.start}")
     if chain is not None and len(wanted) == len(stored) and header.chain != chain:
         raise ChunkFault(name, "tokens", f"another ledger up to position {header.stop}")
+
+
+def _body(view: memoryview, header: ChunkHeader, part_index: int) -> memoryview:
+    """The encoded bytes of one part, verified."""
+    name, part = header.chunk_id, header.parts[part_index]
+    stop = len(view) - header.payload_nbytes + part.offset + part.length
+    body = view[max(0, stop - part.length) : max(0, stop)]
+    if len(body) != part.length:
+        raise ChunkFault(name, "truncated", f"part {part_index} has {len(body):,} of {part.length:,} bytes")
+    if blake3(body).hexdigest() != part.digest:
+        raise ChunkFault(name, "checksum", f"part {part_index} ({part.length:,} bytes) is not what was written")
+    return body
 
 
 def _header_text(view: memoryview, name: str) -> tuple[bytes, bytes]:

@@ -44,6 +44,7 @@ class EncryptedBlobs(BlobStore):
 
     def __init__(self, inner: BlobStore, key: bytes) -> None:
         self.inner = inner
+        self.budget_bytes = inner.budget_bytes
         self._sealer = Sealer(key)
         self._per_thread = _PerThread()
         self._open()

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 from agentkv.sessions.db.ledger import session_row
 from agentkv.sessions.db.records import (
     ChunkCondemned,
+    ChunkFacts,
     ChunkRecord,
     Manifest,
     ManifestConflict,
@@ -36,6 +37,7 @@ __all__ = [
     "append_segments",
     "attach",
     "chunk_bytes",
+    "chunk_facts",
     "claim_garbage",
     "delete_session",
     "forget_chunks",
@@ -324,6 +326,14 @@ def chunk_bytes(db: Session) -> dict[str, int]:
     """Bytes of all chunk files with a row, by KV fingerprint."""
     rows = db.execute(select(ChunkRow.kv_fingerprint, func.sum(ChunkRow.nbytes)).group_by(ChunkRow.kv_fingerprint))
     return {fingerprint: int(nbytes) for fingerprint, nbytes in rows}
+
+
+def chunk_facts(db: Session) -> list[ChunkFacts]:
+    """Every chunk with a row, in the order of their ids."""
+    users = func.count(SegmentRow.session_id.distinct())
+    columns = (ChunkRow.id, ChunkRow.codec, ChunkRow.kv_fingerprint, ChunkRow.nbytes)
+    query = select(*columns, users).outerjoin(SegmentRow, SegmentRow.chunk_id == ChunkRow.id).group_by(*columns)
+    return [ChunkFacts(*row) for row in db.execute(query.order_by(ChunkRow.id))]
 
 
 def tombstoned(db: Session, ids: Sequence[str]) -> set[str]:

@@ -10,6 +10,7 @@ from agentkv.types import Placement, Span
 
 __all__ = [
     "ChunkCondemned",
+    "ChunkFacts",
     "ChunkRecord",
     "ItemKind",
     "ItemRecord",
@@ -129,6 +130,17 @@ class ChunkRecord:
     span: Span
     codec: str
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFacts:
+    """One row of the chunk index, and how many ``sessions`` use the chunk."""
+
+    id: str
+    codec: str
+    kv_fingerprint: str
+    nbytes: int
+    sessions: int
 
 
 @dataclass(frozen=True, slots=True)

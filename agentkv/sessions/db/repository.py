@@ -13,6 +13,7 @@ from sqlalchemy import text
 from agentkv.sessions.db import ledger, manifest
 from agentkv.sessions.db.engine import async_url
 from agentkv.sessions.db.records import (
+    ChunkFacts,
     ChunkRecord,
     ItemRecord,
     Manifest,
@@ -259,6 +260,10 @@ class Repository:
     async def chunk_bytes(self) -> dict[str, int]:
         """Bytes of all chunk files with a row, by KV fingerprint."""
         return await self._transactions.read(manifest.chunk_bytes)
+
+    async def chunk_facts(self) -> list[ChunkFacts]:
+        """Every chunk with a row, in the order of their ids."""
+        return await self._transactions.read(manifest.chunk_facts)
 
     async def tombstoned(self, ids: Iterable[str]) -> set[str]:
         """Those of ``ids`` that were deleted on purpose."""
