@@ -17,6 +17,7 @@ from agentkv.errors import AgentKVError, HomeLocked
 from agentkv.policies.retention import parse_policy
 
 if TYPE_CHECKING:
+    from agentkv.engine.loading import LoadedModel
     from agentkv.settings import Settings
 
 __all__ = ["examine"]
@@ -183,20 +184,22 @@ class _Checkup:
             "bytes": found.nbytes,
         }
 
-    def bits(self) -> dict[str, Any] | None:
-        """Load the model, and see whether a row's bits depend on its neighbours (DESIGN §5)."""
+    def load(self) -> LoadedModel | None:
+        """The model, as a runtime would have it; ``None`` where it is not here or will not load."""
         from agentkv.engine.loading import load
-        from agentkv.engine.selfcheck import rows_do_not_matter
         from agentkv.models import resolve
 
         try:
             found = resolve(self.settings.model, self.settings)
-            if found is None:
-                return None
-            loaded = load(found, self.settings)
+            return None if found is None else load(found, self.settings)
         except AgentKVError as error:
             self.problem(str(error), "delete the model and pull it again, or choose another with --model")
             return None
+
+    def bits(self, loaded: LoadedModel) -> dict[str, Any]:
+        """Whether a row's bits depend on its neighbours (DESIGN §5)."""
+        from agentkv.engine.selfcheck import rows_do_not_matter
+
         report = rows_do_not_matter(loaded.adapter, loaded.layout)
         if not report.ok:
             advice = "" if report.dtype == "float32" else "; --dtype float32 makes that far less likely"
@@ -205,6 +208,32 @@ class _Checkup:
                 f"{', '.join(map(str, report.differing))} rows: a reply may depend on what else runs{advice}"
             )
         return {"ok": report.ok, **asdict(report)}
+
+    def codec(self, loaded: LoadedModel) -> dict[str, Any]:
+        """What stored KV of this model goes through, and what ``auto`` goes by."""
+        from agentkv.codecs import CODECS
+        from agentkv.models.calibrations import load_calibration
+        from agentkv.models.gate import auto_codec, fragile
+
+        settings = self.settings
+        stored = load_calibration(settings.home, loaded.fingerprints.kv)
+        auto, reason = auto_codec(loaded.model_type, stored.report, settings.max_kl, model=settings.model)
+        self.notes.extend(stored.warnings)
+        chosen = settings.idle_codec
+        if chosen != "auto" and chosen not in set(CODECS):
+            known = ", ".join(["auto", *CODECS])
+            self.problem(f"idle_codec {chosen!r} is no codec here", f"set AGENTKV_IDLE_CODEC to one of {known}")
+        if chosen == "auto" and stored.report is None:
+            self.notes.append(f"idle_codec auto means {auto}: {reason}")
+        return {
+            "idle_codec": chosen,
+            "auto_means": auto,
+            "because": reason,
+            "calibrated": stored.report is not None,
+            "fragile_family": fragile(loaded.model_type),
+            "model_type": loaded.model_type,
+            "max_kl": settings.max_kl,
+        }
 
 
 def examine(settings: Settings, *, fast: bool) -> dict[str, Any]:
@@ -215,14 +244,19 @@ def examine(settings: Settings, *, fast: bool) -> dict[str, Any]:
     usable = home["free_bytes"] is not None
     database = check.database() if usable else {}
     sound = usable and database.get("integrity", "ok") == "ok"
+    machine = check.machine(fast=fast)
+    storage = asyncio.run(check.storage(home)) if sound else None
+    model = check.model() if usable else {}
+    loaded = None if fast or not usable else check.load()
     report = {
         "versions": versions,
-        "machine": check.machine(fast=fast),
+        "machine": machine,
         "home": home,
         "database": database,
-        "storage": asyncio.run(check.storage(home)) if sound else None,
-        "model": check.model() if usable else {},
-        "bits": None if fast or not usable else check.bits(),
+        "storage": storage,
+        "model": model,
+        "bits": None if loaded is None else check.bits(loaded),
+        "codec": None if loaded is None else check.codec(loaded),
     }
     return {**report, "notes": check.notes, "problems": check.problems, "ok": not check.problems}
 

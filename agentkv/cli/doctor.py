@@ -34,7 +34,7 @@ def doctor(
 
 def _print(report: dict[str, Any]) -> None:
     console = out_console()
-    for title in ("versions", "machine", "home", "database", "storage", "model", "bits"):
+    for title in ("versions", "machine", "home", "database", "storage", "model", "bits", "codec"):
         facts = report[title]
         if facts is None:
             continue

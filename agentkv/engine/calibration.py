@@ -33,7 +33,7 @@ from agentkv.engine.texts import Text, documentation, encoded, scored_text
 from agentkv.errors import EngineFailed, InvalidRequest
 from agentkv.models.gate import DEFAULT_MAX_KL, Calibration, CodecResult, TextFacts
 
-__all__ = ["Calibrated", "calibrate", "divergence"]
+__all__ = ["Calibrated", "Scorer", "calibrate", "divergence"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def calibrate(
     chat = needle_chat(model.tokenizer, feed.content, min(_CHAT_TOKENS, model.context_limit // 2))
 
     say(f"prefilling {prefix:,} tokens of the text ({feed.source})")
-    score = _Scored(model, ids[:prefix], ids[prefix:])
+    score = Scorer(model, ids[:prefix], ids[prefix:])
     asked = None if chat is None else _Asked(model, chat)
     results, tried, fits = [], [], []
     names = sorted((name for name in CODECS if name != _REFERENCE), key=lambda name: not CODECS.get(name).exact)
@@ -130,7 +130,7 @@ def divergence(reference: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return terms.sum(-1, dtype=torch.float64), p.argmax(-1) == q.argmax(-1)
 
 
-class _Scored:
+class Scorer:
     """A prefix's state, and the distributions after its bit-exact restore."""
 
     def __init__(self, model: LoadedModel, prefix: Sequence[int], scored: Sequence[int]) -> None:
@@ -213,7 +213,7 @@ def _with_recall(result: CodecResult | None, codec: Codec, asked: _Asked | None)
     return [result.model_copy(update={"recall": recall, "same_answers": same})]
 
 
-def _strongest(fit: Fit, score: _Scored, max_kl: float, say: Say) -> tuple[Fit | None, list[CodecResult]]:
+def _strongest(fit: Fit, score: Scorer, max_kl: float, say: Say) -> tuple[Fit | None, list[CodecResult]]:
     """The coarsest fit inside ``max_kl``, the finest where none is, and what was measured: its own result last."""
     found: dict[float, CodecResult] = {}
     for times in steps_to_try(lambda times: times in found and found[times].mean_kl <= max_kl):
