@@ -208,6 +208,8 @@ async def test_a_bad_chunk_costs_a_recompute_and_never_the_answer(
             assert restore.reason in warning
             moved = [p for p in (home / "blobs" / "quarantine").iterdir() if p.name.endswith(f"-{chunk.name}.{kind}")]
             assert len(moved) == (0 if kind in ("missing", "fingerprint") else 1)
+        for place in PLACES[: len(PLACES) - len(bad)]:
+            await go_on(kv, prepared.sessions[place])
         other = await go_on(kv, prepared.sessions["other"])
         assert (other.restore.source, other.restore.reason) == ("disk", None)
         assert other.ids == prepared.twins["other"][0]
