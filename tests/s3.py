@@ -90,8 +90,9 @@ def s3_server(**environment: str) -> Iterator[S3]:
 class FaultyWay:
     """An HTTP proxy to a server. ``rule(method, key)`` says what becomes of a request:
 
-    ``pass``; ``503`` without asking the server; ``reset``, the connection closed without asking; ``lost``, the server
-    does it and the answer is lost; ``hang``, no answer until ``release``; ``half``, half of the answer's body.
+    ``pass``; ``503`` without asking the server; ``reset``, the connection closed without asking; ``hang``, the same
+    after ``release``; ``lost``, the server does it and the answer is lost; ``slow``, the server does it and the answer
+    comes after ``release``; ``half``, half of the answer's body.
     ``seen`` lists (method, key, bytes of the answer's body).
     """
 
@@ -135,6 +136,8 @@ def faulty_way(server: S3) -> Iterator[FaultyWay]:
             content = answer.read()
             connection.close()
             way.seen.append((self.command, key, len(content)))
+            if outcome == "slow":
+                way.release.wait(30)
             if outcome == "lost":
                 self.close_connection = True
                 return

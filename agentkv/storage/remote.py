@@ -117,6 +117,8 @@ class RemoteBlobs(BlobStore):
             if isinstance(error, Trouble):
                 raise self._write_error(error, f"{nbytes:,} bytes cannot be written to") from None
             raise
+        if self._strays:  # the store answers again
+            self.sweep()
         return nbytes
 
     def get(self, name: str, *, limit: int | None = None) -> Buffer:
@@ -193,13 +195,15 @@ class RemoteBlobs(BlobStore):
         temporaries = temporary_bytes = 0
         for name in list(self._strays):
             with self._turn(name):
+                if name not in self._strays:  # put anew meanwhile
+                    continue
                 try:
                     self._endpoint.delete(name)
                 except Trouble as trouble:
                     if trouble.kind != "absent":
                         continue
                 with self._lock:
-                    nbytes = self._strays.pop(name, 0)
+                    nbytes = self._strays.pop(name)
                     self._used -= nbytes
                 temporaries, temporary_bytes = temporaries + 1, temporary_bytes + nbytes
         with self._lock:

@@ -47,7 +47,7 @@ def sealed_prefix(limit: int) -> int:
 
 
 class Sealer:
-    """Seals and opens blobs with one store's ``key`` of 32 bytes. Thread-safe; the cipher releases the GIL."""
+    """Seals and opens blobs with one store's ``key`` of 32 bytes. Thread-safe."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != 32:

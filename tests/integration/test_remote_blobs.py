@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,20 @@ def test_what_cannot_be_taken_back_stays_counted_until_a_sweep(s3: S3, way: Faul
     assert blobs.used_bytes() == 10 and on_the_server(s3, blobs) == {"ab12": 10}
 
 
+def test_the_next_put_takes_back_what_a_failed_one_left(
+    s3: S3, way: FaultyWay, blobs: RemoteBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "_PAUSE_SECONDS", 0.5)
+    way.rule = spoil("503", "PUT", "cd56")
+    with pytest.raises(StorageError):
+        blobs.put_many([("ab34", [bytes(20)]), ("cd56", [bytes(40)])])
+    assert dict(blobs.list()) == {"ab12": 10} and blobs.used_bytes() == 70  # not to be asked for their deletion yet
+    way.heal()
+    time.sleep(0.6)
+    blobs.put("ab34", [b"x"])
+    assert dict(blobs.list()) == {"ab12": 10, "ab34": 1} == on_the_server(s3, blobs) and blobs.used_bytes() == 11
+
+
 def test_a_failed_replacement_leaves_a_whole_blob(s3: S3, way: FaultyWay, blobs: RemoteBlobs) -> None:
     way.rule = spoil("lost", "PUT")
     with pytest.raises(StorageError):
@@ -144,9 +161,25 @@ def test_what_cannot_be_moved_aside_is_refused_and_counted(
     assert blobs.quarantine("ab12", "checksum")
     assert not blobs.exists("ab12") and dict(blobs.list()) == {}
     way.heal()
-    assert blobs.used_bytes() == sum(n for _, n in RemoteBlobs(blobs.url, config=s3.config())._endpoint.list())
+    direct = RemoteBlobs(blobs.url, config=s3.config())
+    assert blobs.used_bytes() == direct.used_bytes()
     blobs.sweep()
     assert blobs.put("ab12", [b"again"]) == 5 and bytes(blobs.get("ab12")) == b"again"
+    assert blobs.used_bytes() == RemoteBlobs(blobs.url, config=s3.config()).used_bytes()
+
+
+def test_put_and_delete_of_one_name_take_turns(s3: S3, way: FaultyWay, blobs: RemoteBlobs) -> None:
+    blobs = RemoteBlobs(blobs.url, config=s3.config(way.port))  # patient
+    way.rule = spoil("slow", "PUT")
+    with ThreadPoolExecutor(2) as pool:
+        put = pool.submit(blobs.put, "ab12", [b"new"])
+        while not way.seen:
+            time.sleep(0.01)
+        delete = pool.submit(blobs.delete, "ab12")
+        time.sleep(0.3)  # time enough for a deletion that does not wait
+        way.release.set()
+        assert put.result() == 3 and delete.result() is True
+    assert dict(blobs.list()) == {} == on_the_server(s3, blobs) and blobs.used_bytes() == 0
 
 
 def test_quarantine_lies_under_its_own_prefix(s3: S3, blobs: RemoteBlobs) -> None:
@@ -231,6 +264,32 @@ def test_denied_access_is_a_full_disk_for_writers() -> None:
         with pytest.raises(StorageError, match=r"access is refused \(403") as caught:
             RemoteBlobs(blobs.url, config=server.config())
         assert ACCESS_KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "call", "words"),
+    [
+        ("obstore", "url='s3://bucket/x'", "s3://bucket/x needs obstore: pip install 'agentkv[remote]'"),
+        ("cryptography", "url=None, key=bytes(32)", "it needs cryptography: pip install 'agentkv[encryption]'"),
+    ],
+)
+def test_without_the_extra_the_error_names_it(package: str, call: str, words: str, tmp_path: Path) -> None:
+    """In an interpreter that cannot import the package, and needs it for nothing else."""
+    program = f"""
+import sys
+sys.modules[{package!r}] = None
+from pathlib import Path
+from agentkv.errors import Unsupported
+from agentkv.storage.opening import open_blobs
+open_blobs(url=None, root=Path({str(tmp_path)!r})).put("ab12", [b"x"])
+open_blobs(url="memory:", root=Path())
+try:
+    open_blobs({call}, root=Path({str(tmp_path / "other")!r}))
+except Unsupported as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert words in ran.stdout
 
 
 def test_a_configuration_opens_the_store_it_names(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
