@@ -61,7 +61,7 @@ class Endpoint:
         try:
             import obstore.store
         except ModuleNotFoundError as error:
-            if error.name != "obstore":
+            if error.name is None or not error.name.startswith("obstore"):
                 raise
             raise Unsupported(
                 "storage at a URL", f"{self.name} needs obstore: pip install 'agentkv[remote]'", param="blobs_url"
