@@ -152,6 +152,8 @@ def _sealable(
     Those that hold the sliding windows of a resume point which is not at hand any more stay as they are.
     """
     placement, last = kv.placement, kv.length - LOSSLESS_TAIL
+    if all(group.window is not None for group in kv.geometry.groups):
+        return
     reach = max((group.window or 0 for group in kv.geometry.groups), default=0)
     untouched = [*kv.lossy]
     if reach and pinned not in windows:
