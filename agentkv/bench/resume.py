@@ -21,7 +21,7 @@ async def bench_resume(
 
     Cold: a new session is sent history and message at once. Resumed: a session that holds the history is suspended to
     disk (files in the page cache), then sent the message. ``identical``: the resumed sessions' greedy continuations
-    equal those of a session that was never suspended.
+    equal those of a session that was never suspended; lossy codecs do not promise it.
     """
     if quick:
         tokens = min(tokens, 1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -26,10 +27,16 @@ __all__ = ["documentation_ids", "machine", "open_runtime", "reference_of", "text
 
 @asynccontextmanager
 async def open_runtime(model: str, home: Path | None, **settings: Any) -> AsyncIterator[tuple[AgentKV, LocalModel]]:
-    """A runtime whose sessions live in a temporary folder, with a model from the user's home."""
+    """A runtime whose sessions live in a temporary folder, bit for bit unless told otherwise.
+
+    Models and their calibrations are the user's.
+    """
+    settings.setdefault("idle_codec", "exact")
     settings_of_user = Settings() if home is None else Settings(home=home)
     local = await asyncio.to_thread(pull, model, settings_of_user)
     with tempfile.TemporaryDirectory(prefix="agentkv-bench-") as folder:
+        if (known := settings_of_user.home / "calibration").is_dir():
+            await asyncio.to_thread(shutil.copytree, known, Path(folder) / "calibration")
         async with AgentKV.open(model=str(local.path), home=Path(folder), **settings) as kv:
             yield kv, local
 

@@ -11,7 +11,7 @@ import typer.core
 
 from agentkv import __version__
 from agentkv.bench.app import app as bench
-from agentkv.cli import calibrate, chat, demo, doctor, models, sessions
+from agentkv.cli import calibrate, chat, demo, doctor, models, sessions, store
 from agentkv.errors import AgentKVError
 
 __all__ = ["app"]
@@ -68,6 +68,7 @@ app.command("chat")(chat.chat)
 app.add_typer(models.app, name="models")
 app.add_typer(sessions.app, name="sessions")
 app.command("calibrate")(calibrate.calibrate)
+app.add_typer(store.app, name="store")
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench, name="bench")
 
