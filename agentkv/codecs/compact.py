@@ -1,33 +1,34 @@
-"""The ``compact`` codec: a uniform quantiser and an entropy coder. Four bits a number, and fewer in a fitted basis.
+"""The ``compact`` codec: a uniform quantiser and an entropy coder. Four bits a number, and half of that with a fit.
 
 Keys before RoPE and values, less their mean by head and channel, in steps that are a share of each layer's spread; the
 symbols through zstd. Huffman codes make the fine steps that a channel hardly needs nearly free, which is why a uniform
 step without clipping beats codes of fixed width (uniform steps are optimal at high rate: Gish and Pierce, 1968).
-A ``Fit`` brings each head a mean and a basis in which one step serves all components (``compact_basis``).
+A ``Fit`` brings means and a basis in which one step serves all components (``compact_basis``).
 
     payload   = version u8 | mode u8 | body
-    STORED    : position of the first token i64 | what the exact codec makes of it: there are infinities or NaN, or
-                it would come out too large
+    STORED    : position of the first token i64 | what the exact codec makes of it: there are infinities or NaN, or it
+                would come out too large
     PLAIN     : itemsize of means u8 | steps f32 [2, layers] | means f16 or f32, of keys, of values | quantised
     FITTED    : scale f32 | quantised
-    quantised = escapes u32 | their places u64 | their levels f32 | symbols (``compact_symbols``)
+    quantised = escapes u32 | their places u64 | their excess f32 | symbols (``compact_symbols``)
 
-Rows of symbols are channels: [layers, Hkv, D] of the keys, then of the values, each row the T tokens. A level is a
-number in steps, a symbol the whole one next to it; a level whose symbol would not fit in int8 is an escape.
+A level is a number in steps, a symbol the whole one next to it. Rows of symbols are channels or components, each row
+the T tokens. Where a symbol would not fit in int8 there is an escape: its place in [rows, T], and the level's excess.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from agentkv.codecs.compact_basis import Basis
-from agentkv.codecs.compact_plain import Channels
+from agentkv.codecs.compact_escapes import Escapes, symbols_of
+from agentkv.codecs.compact_plain import Channels, Plain
 from agentkv.codecs.compact_symbols import SymbolCoder
 from agentkv.codecs.contract import CODECS, Codec, Fit, KVBlock, MissingFit
 from agentkv.codecs.exact import Exact
@@ -47,42 +48,40 @@ _WIDTH = struct.Struct("<B")
 _SCALE = struct.Struct("<f")
 _COUNT = struct.Struct("<I")
 
-_KEY_SHARE, _VALUE_SHARE = 0.25, 0.35
-"""Steps as shares of a layer's rms around its means."""
-
-_LARGEST = 127
-_MANY = 64
-"""With more than one escape in so many numbers the block is stored: an escape takes twelve bytes."""
+_MANY = 256
+"""With more than one escape in so many numbers a block is not quantised this way: an escape takes twelve bytes."""
 
 _WORTH = 0.65
 """Above this share of the raw bytes the exact codec, which often makes 0.7, is asked for its size too."""
 
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 _SMALLEST = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149, "float64": 2.0**-149}
-_ARITHMETIC = 2.0**-18
-"""What turns, sums and products in float32 lose, as a share of the norm of a head's numbers."""
+_ARITHMETIC, _PRODUCT = 2.0**-18, 2.0**-8
+"""What turns and sums in float32, and products in bfloat16, may lose as a share of the norm of a head's numbers."""
 
 
 class _Quantiser(Protocol):
-    def levels(self, numbers: Tensor) -> Tensor: ...
-    def numbers(self, levels: Tensor) -> Tensor: ...
-    def reach(self, error: float) -> Tensor: ...
+    """Keys before RoPE and values ``[layers, Hkv, T, D]`` float32 to levels ``[rows, T]`` float32 and back."""
+
+    @property
+    def rows(self) -> int: ...
+    def levels(self, keys: Tensor, values: Tensor) -> Tensor: ...
+    def numbers(self, symbols: Tensor, escapes: Escapes) -> tuple[Tensor, Tensor]: ...
+    def spread(self, error: float) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    """How a block will be quantised: ``head`` is the payload up to the escapes, sides are keys and values.
-
-    ``numbers``: keys before RoPE and values, ``[layers, Hkv, T, D]`` float32.
-    """
+    """A block quantised: ``head`` is the payload up to the escapes."""
 
     head: bytes
-    numbers: tuple[Tensor, Tensor]
-    quantisers: tuple[_Quantiser, _Quantiser]
+    quantiser: _Quantiser
+    symbols: Tensor
+    escapes: Escapes
 
 
 class Compact(Codec):
-    """About 4x on bf16 KV, and 5x and more with a fit. ``step`` multiplies the steps: larger is smaller and worse."""
+    """About 4x on bf16 KV, and 6x and more with a fit. ``step`` multiplies the steps: larger is smaller and worse."""
 
     name = "compact"
     exact = False
@@ -90,14 +89,14 @@ class Compact(Codec):
     def __init__(self, step: float = 1.0, basis: Basis | None = None) -> None:
         if not 1 / 16 <= step <= 16:
             raise ValueError(f"steps can be multiplied by 1/16 to 16, not by {step}")
-        self.step = step
+        self.step = float(np.float32(step))
         self._basis = basis
         self._coder = SymbolCoder()
         self._exact = Exact()
 
     def bits_per_value(self, dtype: str) -> float:
         """By experience, whatever the dtype."""
-        return 4.0 if self._basis is None else 3.0
+        return 4.0 if self._basis is None else 2.7
 
     def parameters(self) -> Mapping[str, Any]:
         """The fit, where there is one. All else is in the payload."""
@@ -112,18 +111,17 @@ class Compact(Codec):
 
         A fitted codec treats layers that its fit does not have as one without a fit does.
         """
-        plan = self._plan(block)
-        payload = None if plan is None else self._quantised(plan)
+        payload = self._quantised(block)
         if payload is not None and len(payload) <= _WORTH * block.nbytes:
             return payload
-        stored = _HEAD.pack(_VERSION, _STORED) + _POSITION.pack(block.position) + self._exact.encode(block)
+        stored = _HEAD.pack(_VERSION, _STORED) + _POSITION.pack(block.position) + self._exact.encode(_on_cpu(block))
         return stored if payload is None or len(stored) <= len(payload) else payload
 
     def decode(self, payload: bytes | memoryview, out: KVBlock, parameters: Mapping[str, Any]) -> None:
         """Fill ``out``; keys of a stored block are turned on where they are wanted at another position.
 
         ``MissingFit`` where the payload was made with a fit that this codec does not have. Memory beyond the payload
-        is about seven bytes a number of ``out``.
+        is about twelve bytes a number of ``out``.
         """
         block_dtype(out)
         source = _Source(memoryview(payload).cast("B"))
@@ -134,35 +132,31 @@ class Compact(Codec):
             self._restore(source, out)
             return
         if mode == _PLAIN:
-            quantisers = _plain_from(source, out)
+            quantiser: _Quantiser = _plain_from(source, out)
         elif mode == _FITTED:
-            quantisers = self._fitted_from(source, out, parameters)
+            quantiser = self._fitted_from(source, out, parameters)
         else:
             raise ValueError(f"a compact payload of mode {mode}; 0 to 2 are known")
-        shapes = [(len(side), side[0].shape[0], side[0].shape[2], out.tokens) for side in (out.keys, out.values)]
-        keys, values = self._levels_from(source, shapes)
-        post_rope(quantisers[0].numbers(keys), out)
-        for numbers, into in zip(quantisers[1].numbers(values), out.values, strict=True):
+        keys, values = quantiser.numbers(*self._symbols_from(source, quantiser.rows, out))
+        post_rope(keys, out)
+        for numbers, into in zip(values, out.values, strict=True):
             into.copy_(numbers)
 
     def bound(self, block: KVBlock) -> KVBlock:
-        """Half a step, as it spreads over a head through basis and turns; rounding; nothing where it is stored."""
+        """Half a step, as it spreads over heads through basis and turns; rounding; nothing where it is stored."""
         import torch
 
-        plan = self._plan(block)
-        if plan is None or self._quantised(plan) is None:
+        plan = None if self.encode(block)[1] == _STORED else self._plan(block)
+        if plan is None:
             return super().bound(block)
-        name = block_dtype(block)
-        found = []
-        for numbers, quantiser in zip(plan.numbers, plan.quantisers, strict=True):
-            reach = quantiser.reach(0.5).expand(numbers.shape)
-            norm = torch.linalg.vector_norm(numbers.double(), dim=3, keepdim=True)
-            found.append(reach + _ARITHMETIC * (norm + torch.linalg.vector_norm(reach, dim=3, keepdim=True)))
-        found[0] = _turned(found[0], block)
+        name, lost = block_dtype(block), _PRODUCT if plan.head[1] == _FITTED else _ARITHMETIC
         sides = []
-        for tensors, reach in zip((block.keys, block.values), found, strict=True):
-            grown = [t.double().abs() + r for t, r in zip(tensors, reach, strict=True)]
-            sides.append(tuple(r + _ROUNDING[name] * g + _SMALLEST[name] for r, g in zip(reach, grown, strict=True)))
+        for tensors, reach in zip((block.keys, block.values), plan.quantiser.spread(0.5), strict=True):
+            numbers = torch.stack([t.double() for t in tensors])
+            norm = torch.linalg.vector_norm(numbers, dim=3, keepdim=True)
+            reach = reach + lost * (norm + torch.linalg.vector_norm(reach, dim=3, keepdim=True))
+            reach = _turned(reach, block) if tensors is block.keys else reach
+            sides.append(tuple((reach + _ROUNDING[name] * (numbers.abs() + reach) + _SMALLEST[name]).unbind()))
         return replace(block, keys=sides[0], values=sides[1])
 
     # -- encoding -----------------------------------------------------------------------------------------------------
@@ -173,92 +167,71 @@ class Compact(Codec):
 
         if block_dtype(block) not in _ROUNDING:
             raise ValueError(f"compact encodes {', '.join(_ROUNDING)}, not {block_dtype(block)}")
-        numbers = pre_rope(block), torch.stack([v.to(torch.float32) for v in block.values])
-        largest = min(torch.finfo(block.keys[0].dtype).max, torch.finfo(torch.float32).max) / 8
-        for side in numbers:
+        keys, values = pre_rope(block), torch.stack([v.to(torch.float32) for v in block.values])
+        limit = min(torch.finfo(block.keys[0].dtype).max, torch.finfo(torch.float32).max) / 8
+        for side in (keys, values):
             low, high = side.aminmax()
-            if not (-largest < low and high < largest):  # NaN too
+            if not (-limit < low and high < limit):  # NaN too
                 return None
-        shapes = [(t[0].shape[0], t[0].shape[2]) for t in (block.keys, block.values)]
-        if self._basis is not None and self._basis.covers(block.layers, *shapes):
-            scale = _SCALE.pack(self.step)
-            heads = self._basis.heads(block.layers, _SCALE.unpack(scale)[0])
-            if any(bool(side.reach(0.5).max() > largest) for side in heads):
-                return None
-            return _Plan(_HEAD.pack(_VERSION, _FITTED) + scale, numbers, heads)
-        channels = Channels.of(numbers[0], _KEY_SHARE * self.step), Channels.of(numbers[1], _VALUE_SHARE * self.step)
-        if not (channels[0].finite and channels[1].finite):
+        if self._basis is not None and self._basis.covers(block):
+            bundles = self._basis.bundles(block, self.step)
+            plan = _planned(_HEAD.pack(_VERSION, _FITTED) + _SCALE.pack(self.step), bundles, keys, values, limit)
+            if plan is not None:
+                return plan
+        plain = Plain.of(keys, values, self.step)
+        sides = plain.keys, plain.values
+        if not all(side.finite for side in sides):
             return None
-        half = all(side.half for side in channels)
-        steps = np.stack([side.step.cpu().numpy().reshape(-1) for side in channels])
-        means = [side.mean.cpu().numpy().astype("<f2" if half else "<f4") for side in channels]
-        head = [_HEAD.pack(_VERSION, _PLAIN), _WIDTH.pack(2 if half else 4), steps.astype("<f4").tobytes()]
-        return _Plan(b"".join([*head, *(mean.tobytes() for mean in means)]), numbers, channels)
+        width = 2 if all(side.half for side in sides) else 4
+        parts = [side.step.cpu().numpy().astype("<f4") for side in sides]
+        parts += [side.mean.cpu().numpy().astype(f"<f{width}") for side in sides]
+        head = [_HEAD.pack(_VERSION, _PLAIN), _WIDTH.pack(width), *(part.tobytes() for part in parts)]
+        return _planned(b"".join(head), plain, keys, values, limit)
 
-    def _quantised(self, plan: _Plan) -> bytes | None:
-        """The payload; ``None`` with too many escapes."""
-        import torch
-
-        rows, places, levels = [], [], []
-        before = 0
-        for numbers, quantiser in zip(plan.numbers, plan.quantisers, strict=True):
-            exact = quantiser.levels(numbers)
-            symbols = exact.round()
-            low, high = symbols.aminmax()
-            if low < -_LARGEST or high > _LARGEST:
-                far = (symbols.abs() > _LARGEST).flatten().nonzero()[:, 0]
-                places.append(far.cpu().numpy().astype("<u8") + before)
-                levels.append(exact.flatten()[far].cpu().numpy().astype("<f4"))
-                symbols = symbols.clamp_(-_LARGEST, _LARGEST)
-            before += symbols.numel()
-            rows.append(symbols.to(torch.int8).contiguous().cpu().numpy().reshape(-1, symbols.shape[3]))
-        escapes = sum(map(len, places))
-        if escapes * _MANY > before:
+    def _quantised(self, block: KVBlock) -> bytes | None:
+        plan = self._plan(block)
+        if plan is None:
             return None
-        lists = [array.tobytes() for array in (*places, *levels)]
-        return b"".join([plan.head, _COUNT.pack(escapes), *lists, self._coder.pack(np.concatenate(rows))])
+        rows, tokens, excess = (t.cpu().numpy() for t in (plan.escapes.rows, plan.escapes.tokens, plan.escapes.excess))
+        places = (rows * block.tokens + tokens).astype("<u8").tobytes()
+        symbols = self._coder.pack(plan.symbols.cpu().numpy())
+        return b"".join([plan.head, _COUNT.pack(len(rows)), places, excess.astype("<f4").tobytes(), symbols])
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _restore(self, source: _Source, out: KVBlock) -> None:
         """A stored block: bits where keys are wanted where they came from, else turned on in float32."""
         (position,) = source.take(_POSITION)
-        self._exact.decode(source.rest(), out, {})
+        found = _on_cpu(out)
+        self._exact.decode(source.rest(), found, {})
         if position != out.position and any(r is not None and r.frequencies for r in out.rotations):
-            post_rope(pre_rope(replace(out, position=position)), out)
+            post_rope(pre_rope(replace(found, position=position)), found)
+        for tensor, into in zip((*found.keys, *found.values), (*out.keys, *out.values), strict=True):
+            if into is not tensor:
+                into.copy_(tensor)
 
-    def _fitted_from(
-        self, source: _Source, out: KVBlock, parameters: Mapping[str, Any]
-    ) -> tuple[_Quantiser, _Quantiser]:
+    def _fitted_from(self, source: _Source, out: KVBlock, parameters: Mapping[str, Any]) -> _Quantiser:
         (scale,) = source.take(_SCALE)
         if self._basis is None or parameters.get("fit", self._basis.digest) != self._basis.digest:
             raise MissingFit(f"it was encoded by 'compact' with fit {parameters.get('fit')}, which is not here")
-        shapes = [(t[0].shape[0], t[0].shape[2]) for t in (out.keys, out.values)]
-        if not self._basis.covers(out.layers, *shapes) or not 0 < scale < math.inf:
-            raise ValueError(f"fit {self._basis.digest} has no heads {shapes} for layers {out.layers} at scale {scale}")
-        return self._basis.heads(out.layers, scale)
+        if not self._basis.covers(out) or not 0 < scale < math.inf:
+            raise ValueError(f"fit {self._basis.digest} does not have the heads of layers {out.layers}, scale {scale}")
+        return self._basis.bundles(out, scale)
 
-    def _levels_from(self, source: _Source, shapes: Sequence[tuple[int, int, int, int]]) -> list[Tensor]:
-        """Keys and values in steps, ``[layers, Hkv, D, T]`` float32 for each of ``shapes``, escapes in their places."""
+    def _symbols_from(self, source: _Source, rows: int, out: KVBlock) -> tuple[Tensor, Escapes]:
+        """``[rows, T]`` int8 on the device of ``out``, and the escapes."""
         import torch
 
-        sizes = [math.prod(shape) for shape in shapes]
-        tokens = shapes[0][3]
-        (escapes,) = source.take(_COUNT)
-        if escapes * _MANY > sum(sizes):
-            raise ValueError(f"{escapes} escapes among {sum(sizes)} numbers")
-        places, levels = source.array("<u8", escapes), source.array("<f4", escapes)
-        if escapes and int(places.max()) >= sum(sizes):
-            raise ValueError(f"an escape at {int(places.max())} of {sum(sizes)} numbers")
-        rows = self._coder.unpack(source.rest(), sum(sizes) // tokens, tokens).reshape(-1)
-        sides, before = [], 0
-        for shape, size in zip(shapes, sizes, strict=True):
-            side = torch.from_numpy(rows[before : before + size].astype(np.float32))
-            here = (places >= before) & (places < before + size)
-            side.numpy()[places[here] - before] = levels[here]
-            sides.append(side.view(shape))
-            before += size
-        return sides
+        device, tokens = out.keys[0].device, out.tokens
+        (count,) = source.take(_COUNT)
+        if count * _MANY > rows * tokens:
+            raise ValueError(f"{count} escapes among {rows * tokens} numbers")
+        places, excess = source.array("<u8", count), source.array("<f4", count)
+        if count and (int(places.max()) >= rows * tokens or not np.isfinite(excess).all()):
+            raise ValueError(f"an escape at {int(places.max())} of {rows * tokens} numbers, or one that is not finite")
+        row, token = (torch.from_numpy(part.astype(np.int64)).to(device) for part in divmod(places, np.uint64(tokens)))
+        escapes = Escapes(row, token, torch.from_numpy(excess.astype(np.float32)).to(device))
+        return torch.from_numpy(self._coder.unpack(source.rest(), rows, tokens)).to(device), escapes
 
 
 class _Source:
@@ -283,7 +256,17 @@ class _Source:
         return self._left
 
 
-def _plain_from(source: _Source, out: KVBlock) -> tuple[_Quantiser, _Quantiser]:
+def _planned(head: bytes, quantiser: _Quantiser, keys: Tensor, values: Tensor, limit: float) -> _Plan | None:
+    """``None`` where the error could leave the dtype's range, whose eighth is ``limit``, or escapes are too many."""
+    if any(not float(side.max()) <= limit for side in quantiser.spread(0.5)):
+        return None
+    found = symbols_of(quantiser.levels(keys, values))
+    if found is None or len(found[1].rows) * _MANY > found[0].numel():
+        return None
+    return _Plan(head, quantiser, *found)
+
+
+def _plain_from(source: _Source, out: KVBlock) -> Plain:
     import torch
 
     (width,) = source.take(_WIDTH)
@@ -296,21 +279,22 @@ def _plain_from(source: _Source, out: KVBlock) -> tuple[_Quantiser, _Quantiser]:
         mean = source.array(f"<f{width}", math.prod(shape)).astype(np.float32).reshape(shape)
         if not (np.isfinite(mean).all() and np.isfinite(step).all() and (step > 0).all()):
             raise ValueError("a compact payload whose means or steps are not finite numbers")
-        sides.append(Channels(torch.from_numpy(mean), torch.from_numpy(step)))
-    return sides[0], sides[1]
+        sides.append(Channels(*(torch.from_numpy(part).to(out.keys[0].device) for part in (mean, step))))
+    return Plain(*sides)
+
+
+def _on_cpu(block: KVBlock) -> KVBlock:
+    return replace(block, keys=tuple(k.cpu() for k in block.keys), values=tuple(v.cpu() for v in block.values))
 
 
 def _turned(reach: Tensor, block: KVBlock) -> Tensor:
     """``reach [layers, Hkv, T, D]`` of keys before RoPE, as it is behind it: each of a pair gets their norm."""
-    reach = reach.clone()
     for layer, rotation in zip(reach, block.rotations, strict=bool(block.rotations)):
         if rotation is not None:
-            n = len(rotation.frequencies)
-            first, second = (
-                (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if rotation.interleaved else (slice(n), slice(n, 2 * n))
-            )
-            both = (layer[..., first].square() + layer[..., second].square()).sqrt()
-            layer[..., first], layer[..., second] = both, both
+            n, both = len(rotation.frequencies), rotation.interleaved
+            first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if both else (slice(n), slice(n, 2 * n))
+            norm = (layer[..., first].square() + layer[..., second].square()).sqrt()
+            layer[..., first], layer[..., second] = norm, norm
     return reach
 
 

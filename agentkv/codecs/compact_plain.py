@@ -6,10 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agentkv.codecs.compact_escapes import Escapes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Channels"]
+__all__ = ["Channels", "Plain"]
+
+_KEY_SHARE, _VALUE_SHARE = 0.25, 0.35
+"""Steps as shares of a layer's root mean square around its means."""
 
 _HALF_LARGEST = 65504.0
 
@@ -47,17 +52,68 @@ class Channels:
         """Whether these can be divided by and come back."""
         return bool(self.mean.isfinite().all() and self.step.isfinite().all() and (1 / self.step).isfinite().all())
 
-    def levels(self, numbers: Tensor) -> Tensor:
-        """``numbers [layers, Hkv, T, D]`` in steps, a channel a row: ``[layers, Hkv, D, T]``."""
-        levels: Tensor = (numbers - self.mean).mul_(1 / self.step).transpose(2, 3)
+    @property
+    def rows(self) -> int:
+        """Channels of all layers."""
+        return self.mean.numel()
+
+    def levels(self, numbers: Tensor, out: Tensor) -> None:
+        """``numbers [layers, Hkv, T, D]`` in steps, into ``out [rows, T]``."""
+        scaled = (numbers - self.mean).mul_(1 / self.step)
+        out.view(*self.mean.shape[:2], self.mean.shape[3], -1).copy_(scaled.transpose(2, 3))
+
+    def numbers(self, symbols: Tensor) -> Tensor:
+        """The way back from ``symbols [rows, T]`` int8: ``[layers, Hkv, T, D]`` float32."""
+        import torch
+
+        layers, heads, _, dim = self.mean.shape
+        numbers = torch.empty((layers, heads, symbols.shape[1], dim), dtype=torch.float32, device=symbols.device)
+        numbers.copy_(symbols.view(layers, heads, dim, -1).transpose(2, 3))
+        return numbers.mul_(self.step).add_(self.mean)
+
+    def add(self, numbers: Tensor, escapes: Escapes) -> None:
+        """Give ``numbers`` what int8 could not hold of them."""
+        _, heads, _, dim = self.mean.shape
+        row, token = escapes.rows, escapes.tokens
+        layer, head, channel = row // (heads * dim), row // dim % heads, row % dim
+        numbers[layer, head, token, channel] += escapes.excess * self.step.view(-1)[layer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plain:
+    """Keys and values with means and steps of their own."""
+
+    keys: Channels
+    values: Channels
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, scale: float) -> Plain:
+        """For ``keys [layers, Hkv, T, Dk]`` before RoPE and ``values``, float32; ``scale`` multiplies the steps."""
+        return cls(Channels.of(keys, _KEY_SHARE * scale), Channels.of(values, _VALUE_SHARE * scale))
+
+    @property
+    def rows(self) -> int:
+        """Rows of levels: channels of the keys, then of the values."""
+        return self.keys.rows + self.values.rows
+
+    def levels(self, keys: Tensor, values: Tensor) -> Tensor:
+        """``[rows, T]`` float32."""
+        import torch
+
+        levels = torch.empty((self.rows, keys.shape[2]), dtype=torch.float32, device=keys.device)
+        self.keys.levels(keys, levels[: self.keys.rows])
+        self.values.levels(values, levels[self.keys.rows :])
         return levels
 
-    def numbers(self, levels: Tensor) -> Tensor:
-        """The way back."""
-        back: Tensor = levels.transpose(2, 3).mul(self.step).add_(self.mean)
-        return back
+    def numbers(self, symbols: Tensor, escapes: Escapes) -> tuple[Tensor, Tensor]:
+        """The way back from ``symbols [rows, T]`` int8: keys before RoPE and values, float32."""
+        split = self.keys.rows
+        keys, values = self.keys.numbers(symbols[:split]), self.values.numbers(symbols[split:])
+        self.keys.add(keys, escapes.within(0, split))
+        self.values.add(values, escapes.within(split, self.rows))
+        return keys, values
 
-    def reach(self, error: float) -> Tensor:
-        """How far numbers can be off where each symbol is off by ``error``: ``[layers, Hkv, 1, D]`` float64."""
-        reach: Tensor = (self.step.double() * error).expand(self.mean.shape)
-        return reach
+    def spread(self, error: float) -> tuple[Tensor, Tensor]:
+        """How far keys and values can be off where levels are off by ``error``: ``[layers, Hkv, 1, D]`` float64."""
+        keys, values = ((side.step.double() * error).expand(side.mean.shape) for side in (self.keys, self.values))
+        return keys, values

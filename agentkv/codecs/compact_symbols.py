@@ -1,16 +1,24 @@
-"""Rows of small integers to bytes: rows that spread alike side by side, then zstd as an entropy coder.
+"""Rows of small integers to bytes and back: rows alike side by side, small symbols several to a byte, then zstd.
 
-A row is what one channel (or one component of a basis) quantised to over the tokens of a chunk. zstd fits one Huffman
-table to each 128 KB it is given, so sorting rows by their spread gives every table symbols of one distribution: 3 %
-smaller than tensors in their own order, and faster, because nothing ever matches and the matcher can be next to none.
+A row is what one channel (or one component of a basis) was quantised to over the tokens of a chunk. zstd is used for
+its Huffman coder: it makes one table for each 128 KB, so rows are sorted by their spread and every table sees one
+distribution. A Huffman code spends a whole bit on a symbol at least, which rows of hardly anything but zeros do not
+have; five of {-1, 0, 1} share a byte, or three of {-2 … 2}, or two of {-7 … 7}, and are coded together. Nothing ever
+matches, so the match finder is next to none.
 
-    bytes = length u32 | classes, one u8 a row, zstd | rows in order of class, zstd
+    bytes = 5 x length u32 | classes, zstd | a frame of rows for each packing
+    class = 32 * packing + spread, one u8 a row, as differences from row to row
+    row   = [w] bytes, w = ceil(T / k) for k symbols a byte: byte j has symbols j, j + w, j + 2w …, the first on top
+
+Rows of nothing but zeros are in no frame.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,8 +30,54 @@ __all__ = ["SymbolCoder", "Symbols"]
 
 Symbols = np.ndarray[Any, np.dtype[np.int8]]
 
-_LENGTH = struct.Struct("<I")
-_CLASSES_AN_OCTAVE = 2
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """``each`` symbols a byte, all within ``[-largest, largest]``."""
+
+    largest: int
+    each: int
+
+    @property
+    def base(self) -> int:
+        """How many symbols there are."""
+        return 2 * self.largest + 1
+
+    def width(self, tokens: int) -> int:
+        """Bytes a row."""
+        return -(-tokens // self.each)
+
+    def pack(self, rows: Symbols) -> Bytes:
+        """``rows [R, T]`` -> ``[R, width]``."""
+        if self.each == 1:
+            return rows.view(np.uint8)
+        width = self.width(rows.shape[1])
+        digits = np.full((len(rows), self.each * width), self.largest, dtype=np.uint8)
+        np.add(rows, np.int8(self.largest), out=digits[:, : rows.shape[1]].view(np.int8))
+        packed = digits[:, :width].copy()
+        for i in range(1, self.each):
+            packed *= np.uint8(self.base)
+            packed += digits[:, i * width : (i + 1) * width]
+        return packed
+
+    def unpack(self, packed: Bytes, tokens: int) -> Symbols:
+        """The way back; ``packed`` may hold anything."""
+        if self.each == 1:
+            return packed.view(np.int8)
+        width = packed.shape[1]
+        digits = np.empty((len(packed), self.each * width), dtype=np.uint8)
+        for i in range(self.each - 1, 0, -1):
+            higher = packed // np.uint8(self.base)
+            np.subtract(packed, higher * np.uint8(self.base), out=digits[:, i * width : (i + 1) * width])
+            packed = higher
+        digits[:, :width] = packed
+        digits -= np.uint8(self.largest)
+        return digits[:, :tokens].view(np.int8)
+
+
+_PACKINGS = (_Packing(1, 5), _Packing(2, 3), _Packing(7, 2), _Packing(127, 1))
+_LENGTHS = struct.Struct(f"<{1 + len(_PACKINGS)}I")
+_SPREADS = 32
 
 
 class _Contexts(threading.local):
@@ -44,22 +98,28 @@ class SymbolCoder:
         self._contexts = _Contexts()
 
     def pack(self, rows: Symbols) -> bytes:
-        """``rows [R, T]`` int8, R and T at least 1. The same rows give the same bytes."""
+        """``rows [R, T]``, R and T at least 1. The same rows give the same bytes."""
         classes = _classes(rows)
-        order = np.argsort(classes, kind="stable")
-        compress = self._contexts.compressor.compress
-        map_ = compress(classes.data)
-        return b"".join([_LENGTH.pack(len(map_)), map_, compress(rows[order].data)])
+        frames = [np.diff(classes, prepend=np.uint8(0))]
+        frames += [p.pack(rows[here]) for p, here in zip(_PACKINGS, _places(classes), strict=True)]
+        packed = [self._contexts.compressor.compress(np.ascontiguousarray(frame).data) for frame in frames]
+        return b"".join([_LENGTHS.pack(*map(len, packed)), *packed])
 
     def unpack(self, packed: memoryview, rows: int, tokens: int) -> Symbols:
-        """``[rows, tokens]`` int8. ``ValueError`` where ``packed`` is not of so many; allocates twice their size."""
-        if len(packed) < _LENGTH.size or _LENGTH.unpack_from(packed)[0] > len(packed) - _LENGTH.size:
+        """``[rows, tokens]``. ``ValueError`` where ``packed`` is not of so many; allocates some three times as much."""
+        if len(packed) < _LENGTHS.size:
             raise ValueError(f"symbols of {rows} rows do not fit in {len(packed)} bytes")
-        split = _LENGTH.size + _LENGTH.unpack_from(packed)[0]
-        classes = self._plain(packed[_LENGTH.size : split], rows)
-        order = np.argsort(classes, kind="stable")
-        symbols = np.empty((rows, tokens), dtype=np.int8)
-        symbols[order] = self._plain(packed[split:], rows * tokens).view(np.int8).reshape(rows, tokens)
+        lengths = _LENGTHS.unpack_from(packed)
+        if sum(lengths) != len(packed) - _LENGTHS.size:
+            raise ValueError(f"symbols of {sum(lengths)} bytes in {len(packed) - _LENGTHS.size}")
+        ends = np.cumsum([_LENGTHS.size, *lengths]).tolist()
+        first, *frames = [packed[start:stop] for start, stop in pairwise(ends)]
+        classes = np.cumsum(self._plain(first, rows), dtype=np.uint8)
+        symbols = np.zeros((rows, tokens), dtype=np.int8)
+        for packing, here, frame in zip(_PACKINGS, _places(classes), frames, strict=True):
+            width = packing.width(tokens)
+            plain = self._plain(frame, len(here) * width).reshape(len(here), width)
+            symbols[here] = packing.unpack(plain, tokens)
         return symbols
 
     def _plain(self, frame: memoryview, size: int) -> Bytes:
@@ -77,8 +137,16 @@ class SymbolCoder:
 
 
 def _classes(rows: Symbols) -> Bytes:
-    """``[R]`` uint8: the logarithm of each row's mean magnitude, 0 for a row of zeros."""
-    total = np.abs(rows.astype(np.int16)).sum(1, dtype=np.int64)
-    mean = total / rows.shape[1]
-    logs = np.log2(np.maximum(mean, 2.0**-10)) + 10
-    return np.where(total == 0, 0, 1 + np.floor(_CLASSES_AN_OCTAVE * logs)).astype(np.uint8)
+    """``[R]`` uint8: 0 for a row of zeros; else the packing's number from 1 and the logarithm of the mean magnitude."""
+    magnitudes = np.abs(rows)
+    largest, total = magnitudes.max(1), magnitudes.sum(1, dtype=np.int64)
+    packing = np.searchsorted([p.largest for p in _PACKINGS], largest)
+    spread = np.log2(np.maximum(total / rows.shape[1], 2.0**-8)) + 8
+    return np.where(total == 0, 0, _SPREADS * (packing + 1) + np.floor(2 * spread)).astype(np.uint8)
+
+
+def _places(classes: Bytes) -> list[np.ndarray[Any, np.dtype[np.intp]]]:
+    """The rows of each packing, in order of their class."""
+    order = np.argsort(classes, kind="stable")
+    bounds = np.searchsorted(classes[order], [_SPREADS * (i + 1) for i in range(len(_PACKINGS) + 1)])
+    return [order[start:stop] for start, stop in pairwise(bounds)]

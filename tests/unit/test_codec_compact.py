@@ -261,10 +261,10 @@ def test_fits_that_do_not_hold_together_are_refused(fit: Fit) -> None:
     with pytest.raises(ValueError, match="int8"):
         COMPACT.fitted(replace(fit, codec="int8"))
     for name, tensor in (
-        ("keys.0.mean", torch.zeros(3, 63)),
-        ("keys.0.basis", torch.zeros(3, 64, 64)),
-        ("values.1.basis", torch.full((3, 64, 64), float("nan"))),
-        ("other.0.basis", torch.zeros(3, 64, 64)),
+        ("0.mean", torch.zeros(1, 383)),
+        ("0.basis", torch.zeros(1, 384, 384)),
+        ("1.basis", torch.full((1, 384, 384), float("nan"))),
+        ("other.basis", torch.eye(384)[None]),
     ):
         with pytest.raises(ValueError, match="fit"):
             COMPACT.fitted(replace(fit, tensors={**fit.tensors, name: tensor}))
