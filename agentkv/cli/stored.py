@@ -67,7 +67,7 @@ async def stored_home(settings: Settings) -> AsyncIterator[StoredHome]:
     home = await asyncio.to_thread(Home, settings.home)
     try:
         async with await Repository.open(settings.database_url) as repository:
-            yield StoredHome(repository, await asyncio.to_thread(open_store, settings), home.secret)
+            yield StoredHome(repository, await asyncio.to_thread(open_store, settings, home.secret), home.secret)
     finally:
         home.close()
 

@@ -108,7 +108,7 @@ class AgentKV:
         self._executor = await asyncio.to_thread(start_workers, max(2, os.cpu_count() or 2))
         loop = asyncio.get_running_loop()
 
-        blobs = await loop.run_in_executor(self._executor, open_store, settings)
+        blobs = await loop.run_in_executor(self._executor, open_store, settings, self._home.secret)
         self._model = await _in_new_thread(lambda: _load_model(settings))
         calibration = await asyncio.to_thread(load_calibration, settings.home, self._model.fingerprints.kv)
         self.sessions = Sessions(settings, self._model, self._repository)
