@@ -144,7 +144,7 @@ class _Checkup:
                     "chunk_bytes": sum(there.values()),
                     "all_bytes": stored.blobs.used_bytes(),
                     "missing_chunks": len(missing),
-                    "quarantined": sum(1 for _ in (self.settings.blobs_dir / "quarantine").glob("*")),
+                    "quarantined": stored.blobs.sweep().quarantined,
                 }
         except HomeLocked as error:
             home["used_by"] = error.pid
@@ -155,11 +155,12 @@ class _Checkup:
             return None
         if missing:
             self.problem(
-                f"{len(missing)} chunk files that sessions need are missing from {self.settings.blobs_dir}",
+                f"{len(missing)} chunk files that sessions need are missing from "
+                f"{self.settings.blobs_url or self.settings.blobs_dir}",
                 "nothing is lost: the next turn of those sessions recomputes them. Find out what deletes files there",
             )
         if facts["quarantined"]:
-            self.notes.append(f"{facts['quarantined']} damaged or unknown chunk files lie in blobs/quarantine")
+            self.notes.append(f"{facts['quarantined']} damaged or unknown chunk files lie in quarantine")
         return facts
 
     def model(self) -> dict[str, Any]:
