@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["check_plotting", "draw"]
 
-_LEAST_KL = 1e-5
-"""Where lossless results stand on the logarithmic axis."""
-_INSIDE, _OUTSIDE, _CHOSEN = "#3b6fb6", "#a8a8a8", "#c8442d"
+_LINEAR_KL = 1e-3
+"""Below, the axis is linear, so that lossless codecs have their place at 0; above, logarithmic."""
+_HIGHEST = 12
+"""What costs more than so many times ``max_kl`` is beyond the picture."""
+_TICKS = (0, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_INSIDE, _OUTSIDE, _CHOSEN = "#3b6fb6", "#8c8c8c", "#c8442d"
 
 
 def check_plotting(path: Path) -> None:
@@ -32,38 +35,49 @@ def check_plotting(path: Path) -> None:
 
 
 def draw(report: Calibration, path: Path) -> None:
-    """Write the picture to ``path``. Results inside ``max_kl`` are coloured, the chosen one stands out."""
+    """Write the picture to ``path``. Results inside ``max_kl`` are coloured, the chosen one stands out.
+
+    A line joins the fits that were tried: how the strongest codec's cost grows with its ratio on this model.
+    """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
     from agentkv.models.gate import choose
 
-    max_kl = report.max_kl
-    chosen = choose(report, max_kl)
+    max_kl, chosen = report.max_kl, choose(report, report.max_kl)
+    top = _HIGHEST * max(max_kl, _LINEAR_KL)
+    shown = [result for result in report.codecs if result.mean_kl <= top]
+    tried = [result for result in report.tried if result.mean_kl <= top]
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    heights = [max(result.mean_kl, _LEAST_KL) for result in report.codecs]
-    top = 3 * max([max_kl, *heights])
-    axes.set_yscale("log")
-    axes.set_ylim(_LEAST_KL / 2, top)
-    axes.set_xlim(0.8, 1.12 * max(result.ratio for result in report.codecs) + 0.3)
-    axes.axhspan(_LEAST_KL / 2, max_kl, color=_INSIDE, alpha=0.07, linewidth=0) if max_kl > _LEAST_KL / 2 else None
-    if max_kl > _LEAST_KL / 2:
-        axes.axhline(max_kl, color=_INSIDE, linewidth=1, linestyle="--")
-        axes.annotate(
-            f"max_kl {max_kl:g}",
-            (0.005, max_kl),
-            xycoords=("axes fraction", "data"),
-            xytext=(2, 3),
-            textcoords="offset points",
-            color=_INSIDE,
-            fontsize=9,
-        )
-    for result, height in zip(report.codecs, heights, strict=True):
-        _point(axes, result, height, max_kl, is_chosen=chosen is not None and result.codec == chosen.codec)
-    axes.set_xlabel("times smaller than raw KV (lossy spans, chunk headers counted)")
+    axes.set_yscale("symlog", linthresh=_LINEAR_KL, linscale=0.7)
+    highest = max([max_kl, *(result.mean_kl for result in (*shown, *tried))])
+    axes.set_ylim(-0.0002, 1.8 * max(highest, _LINEAR_KL))
+    axes.set_xlim(0.7, 1.18 * max((result.ratio for result in (*shown, *tried)), default=1.0))
+    axes.axhspan(-0.0002, max_kl, color=_INSIDE, alpha=0.07, linewidth=0)
+    axes.axhline(max_kl, color=_INSIDE, linewidth=1, linestyle="--")
+    axes.annotate(
+        f"max_kl {max_kl:g}",
+        (0.01, max_kl),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        color=_INSIDE,
+        fontsize=9,
+    )
+    for encoder in {result.encoder for result in tried}:
+        family = [r for r in (*tried, *shown) if r.encoder == encoder and r.fit is not None]
+        family.sort(key=lambda result: result.ratio)
+        line = [r.ratio for r in family], [r.mean_kl for r in family]
+        axes.plot(*line, color=_OUTSIDE, linewidth=1, marker="o", markersize=4, markerfacecolor="white", zorder=2)
+    for result in shown:
+        _point(axes, result, shown, max_kl, is_chosen=chosen is not None and result.codec == chosen.codec)
+    axes.yaxis.set_major_locator(FixedLocator(_TICKS))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}x"))
+    axes.set_xlabel("times smaller than raw KV, chunk headers counted")
     axes.set_ylabel("mean KL of the next token, nats")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value <= _LEAST_KL * 1.01 else f"{value:g}"))
     axes.set_title(
         f"{report.model}, {report.dtype}: {report.prefix_tokens:,} tokens restored, {report.scored_tokens:,} scored",
         fontsize=11,
@@ -78,10 +92,22 @@ def draw(report: Calibration, path: Path) -> None:
         raise InvalidRequest(f"--plot cannot write {path}: {error.strerror}", param="plot") from error
 
 
-def _point(axes: Any, result: CodecResult, height: float, max_kl: float, *, is_chosen: bool) -> None:
+def _point(axes: Any, result: CodecResult, others: list[CodecResult], max_kl: float, *, is_chosen: bool) -> None:
+    """A dot and its name: on the right below it, where the curve of fits does not come, unless another dot is there."""
+    from matplotlib.patheffects import withStroke
+
     colour = _CHOSEN if is_chosen else _INSIDE if result.mean_kl <= max_kl else _OUTSIDE
-    axes.scatter([result.ratio], [height], s=70 if is_chosen else 45, color=colour, zorder=3)
-    label = f"{result.codec}\n{result.ratio:.2f}x" + (", chosen" if is_chosen else "")
+    axes.scatter([result.ratio], [result.mean_kl], s=70 if is_chosen else 45, color=colour, zorder=3)
+    taken = any(0 < o.ratio - result.ratio < 1.2 and 0.6 < o.mean_kl / max(result.mean_kl, 1e-9) < 1 for o in others)
+    place: dict[str, Any] = {"xytext": (7, -6), "va": "top"}
+    if taken:
+        place = {"xytext": (-7, 6), "va": "bottom", "ha": "right"}
     axes.annotate(
-        label, (result.ratio, height), xytext=(8, 0), textcoords="offset points", va="center", color=colour, fontsize=9
+        f"{result.codec} {result.ratio:.2f}x" + ("\nchosen" if is_chosen else ""),
+        (result.ratio, result.mean_kl),
+        textcoords="offset points",
+        color=colour,
+        fontsize=9,
+        path_effects=[withStroke(linewidth=3, foreground="white")],
+        **place,
     )
