@@ -28,79 +28,74 @@ __all__ = ["Basis", "Bundles"]
 _ESCAPES_AT_ONCE = 1024
 
 
-def _bundled(keys: Tensor, values: Tensor, heads: int) -> Tensor:
-    """``keys [layers, Hkv, T, Dk]`` and ``values [layers, Hkv, T, Dv]`` -> ``[layers, Hkv/heads, T, N]``, copied."""
-    import torch
-
-    def side(numbers: Tensor) -> Tensor:
-        layers, kv_heads, tokens, dim = numbers.shape
-        return numbers.view(layers, kv_heads // heads, heads, tokens, dim).transpose(2, 3).flatten(3)
-
-    return torch.cat([side(keys), side(values)], dim=3)
-
-
-def _unbundled(numbers: Tensor, heads: int, key_dim: int) -> tuple[Tensor, Tensor]:
-    """The way back."""
-    layers, bundles, tokens, _ = numbers.shape
-
-    def side(numbers: Tensor) -> Tensor:
-        return numbers.reshape(layers, bundles, tokens, heads, -1).transpose(2, 3).flatten(1, 2)
-
-    return side(numbers[..., : heads * key_dim]), side(numbers[..., heads * key_dim :])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundles:
     """Those of some layers: ``mean [layers, bundles, 1, N]``, ``forward`` and ``basis [layers, bundles, N, N]``.
 
-    ``mean`` and ``forward`` are float32, ``basis`` is in the dtype that products are made in. ``scale``: units of the
-    basis to a step. ``heads`` a bundle, keys of ``key_dim`` each.
+    ``mean`` and ``forward`` are float32, ``basis`` is in the dtype that products are made in, ``sums`` are those of its
+    magnitudes over components, ``[layers, bundles, 1, N]``. ``scale``: units of the basis to a step. ``heads`` a
+    bundle, keys of ``key_dim`` each. Rows of levels are components, those of a layer together.
     """
 
     mean: Tensor
     forward: Tensor
     basis: Tensor
+    sums: Tensor
     heads: int
     key_dim: int
     scale: float = 1.0
 
     @property
     def rows(self) -> int:
-        """Components of all layers."""
-        return self.mean.numel()
+        """Of each layer."""
+        return self.mean[0].numel()
 
-    def levels(self, keys: Tensor, values: Tensor) -> Tensor:
-        """``keys [layers, Hkv, T, Dk]`` before RoPE and ``values`` in steps, a component a row: ``[rows, T]``."""
+    def levels(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+        """The layer's ``keys [Hkv, T, Dk]`` before RoPE and ``values``, float32, in steps: ``[rows, T]`` float32."""
         import torch
 
-        numbers = _bundled(keys, values, self.heads).sub_(self.mean)
-        levels: Tensor = torch.matmul(self.forward.transpose(2, 3), numbers.transpose(2, 3))
-        return levels.mul_(1 / self.scale).flatten(0, 2)
+        bundles, tokens = self.mean.shape[1], keys.shape[1]
+        sides = [side.view(bundles, self.heads, tokens, -1).transpose(1, 2).flatten(2) for side in (keys, values)]
+        numbers = torch.cat(sides, dim=2).sub_(self.mean[layer]).mul_(1 / self.scale)
+        levels: Tensor = torch.bmm(self.forward[layer].transpose(1, 2), numbers.transpose(1, 2))
+        return levels.flatten(0, 1)
 
-    def numbers(self, symbols: Tensor, escapes: Escapes) -> tuple[Tensor, Tensor]:
-        """The way back from ``symbols [rows, T]`` int8: keys before RoPE and values, float32.
+    def numbers(self, layer: int, symbols: Tensor, escapes: Escapes | None) -> tuple[Tensor, Tensor]:
+        """The way back from ``symbols [rows, T]`` int8.
 
         Symbols are whole in bfloat16 too; a product rounded to it is off by far less than a step.
         """
         import torch
 
-        layers, bundles, components, width = self.basis.shape
-        back: Tensor = torch.bmm(
-            symbols.view(layers * bundles, components, -1).to(self.basis.dtype).transpose(1, 2),
-            self.basis.flatten(0, 1),
-        ).float()
-        bundle, component = escapes.rows // components, escapes.rows % components
-        for start in range(0, len(bundle), _ESCAPES_AT_ONCE):
-            at = slice(start, start + _ESCAPES_AT_ONCE)
-            found = self.basis.flatten(0, 1)[bundle[at], component[at]].float().mul_(escapes.excess[at, None])
-            back.index_put_((bundle[at], escapes.tokens[at]), found, accumulate=True)
-        back = back.view(layers, bundles, -1, width).mul_(self.scale).add_(self.mean)
-        return _unbundled(back, self.heads, self.key_dim)
+        basis = self.basis[layer]
+        bundles, components, _ = basis.shape
+        back = torch.bmm(symbols.view(bundles, components, -1).to(basis.dtype).transpose(1, 2), basis).float()
+        if escapes is not None:
+            bundle, component = escapes.rows // components, escapes.rows % components
+            for start in range(0, len(bundle), _ESCAPES_AT_ONCE):
+                at = slice(start, start + _ESCAPES_AT_ONCE)
+                found = basis[bundle[at], component[at]].float().mul_(escapes.excess[at, None])
+                back.index_put_((bundle[at], escapes.tokens[at]), found, accumulate=True)
+        back.mul_(self.scale).add_(self.mean[layer])
+        return self._sides(back)
 
     def spread(self, error: float) -> tuple[Tensor, Tensor]:
         """How far keys and values can be off where levels are off by ``error``: ``[layers, Hkv, 1, D]`` float64."""
-        reach = self.basis.double().abs().sum(2, keepdim=True) * (error * self.scale)
-        return _unbundled(reach, self.heads, self.key_dim)
+        import torch
+
+        sides = [self._sides(sums.double() * (error * self.scale)) for sums in self.sums]
+        keys, values = (torch.stack(side) for side in zip(*sides, strict=True))
+        return keys, values
+
+    def _sides(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """``[bundles, T, N]`` -> keys ``[Hkv, T, Dk]`` and values, copied."""
+        bundles, tokens, _ = numbers.shape
+        split = self.heads * self.key_dim
+        keys, values = (
+            side.reshape(bundles, tokens, self.heads, -1).transpose(1, 2).reshape(bundles * self.heads, tokens, -1)
+            for side in (numbers[..., :split], numbers[..., split:])
+        )
+        return keys, values
 
 
 class Basis:
@@ -163,7 +158,9 @@ class Basis:
             means, forwards, bases = (torch.stack(each).to(device) for each in self._columns(block.layers))
             heads = block.keys[0].shape[0] // means.shape[1]
             basis = bases.to(_product_dtype(device))
-            self._stacked[key] = Bundles(means[:, :, None], forwards, basis, heads, block.keys[0].shape[2])
+            sums = basis.float().abs().sum(2, keepdim=True)
+            dim = block.keys[0].shape[2]
+            self._stacked[key] = Bundles(means[:, :, None], forwards, basis, sums, heads, dim)
         return replace(self._stacked[key], scale=scale)
 
     def _columns(self, layers: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:

@@ -27,18 +27,23 @@ class Escapes:
         here = (self.rows >= start) & (self.rows < stop)
         return Escapes(self.rows[here] - start, self.tokens[here], self.excess[here])
 
+    def split(self, row: int) -> tuple[Escapes, Escapes]:
+        """Those before ``row``, and those from it on, counted from it."""
+        return self.within(0, row), self.within(row, 1 << 62)
 
-def symbols_of(levels: Tensor) -> tuple[Tensor, Escapes] | None:
-    """``levels [rows, T]`` float32 -> symbols ``[rows, T]`` int8 and what they leave out; ``None`` if not finite."""
-    import torch
 
+def symbols_of(levels: Tensor, out: Tensor) -> Escapes | None:
+    """Round ``levels [rows, T]`` float32 into ``out`` int8 of that shape; what that leaves out, or ``None``.
+
+    ``ValueError`` where they are not finite.
+    """
     symbols = levels.round()
     low, high = symbols.aminmax()
-    if not (low.isfinite() and high.isfinite()):
-        return None
     if low >= -LARGEST and high <= LARGEST:
-        none = torch.empty(0, dtype=torch.int64, device=levels.device)
-        return symbols.to(torch.int8), Escapes(none, none, torch.empty(0, device=levels.device))
+        out.copy_(symbols)
+        return None
+    if not (low.isfinite() and high.isfinite()):
+        raise ValueError(f"levels between {float(low)} and {float(high)} cannot be rounded")
     rows, tokens = (symbols.abs() > LARGEST).nonzero(as_tuple=True)
-    symbols = symbols.clamp_(-LARGEST, LARGEST).to(torch.int8)
-    return symbols, Escapes(rows, tokens, levels[rows, tokens] - symbols[rows, tokens])
+    out.copy_(symbols.clamp_(-LARGEST, LARGEST))
+    return Escapes(rows, tokens, levels[rows, tokens] - out[rows, tokens])

@@ -52,36 +52,26 @@ class Channels:
         """Whether these can be divided by and come back."""
         return bool(self.mean.isfinite().all() and self.step.isfinite().all() and (1 / self.step).isfinite().all())
 
-    @property
-    def rows(self) -> int:
-        """Channels of all layers."""
-        return self.mean.numel()
+    def levels(self, layer: int, numbers: Tensor, out: Tensor) -> None:
+        """``numbers [Hkv, T, D]`` in steps, into ``out [rows, T]``."""
+        scaled = (numbers - self.mean[layer]).mul_(1 / self.step[layer])
+        out.view(scaled.shape[0], scaled.shape[2], -1).copy_(scaled.transpose(1, 2))
 
-    def levels(self, numbers: Tensor, out: Tensor) -> None:
-        """``numbers [layers, Hkv, T, D]`` in steps, into ``out [rows, T]``."""
-        scaled = (numbers - self.mean).mul_(1 / self.step)
-        out.view(*self.mean.shape[:2], self.mean.shape[3], -1).copy_(scaled.transpose(2, 3))
-
-    def numbers(self, symbols: Tensor) -> Tensor:
-        """The way back from ``symbols [rows, T]`` int8: ``[layers, Hkv, T, D]`` float32."""
+    def numbers(self, layer: int, symbols: Tensor, escapes: Escapes | None) -> Tensor:
+        """The way back from ``symbols [rows, T]`` int8: ``[Hkv, T, D]`` float32."""
         import torch
 
-        layers, heads, _, dim = self.mean.shape
-        numbers = torch.empty((layers, heads, symbols.shape[1], dim), dtype=torch.float32, device=symbols.device)
-        numbers.copy_(symbols.view(layers, heads, dim, -1).transpose(2, 3))
-        return numbers.mul_(self.step).add_(self.mean)
-
-    def add(self, numbers: Tensor, escapes: Escapes) -> None:
-        """Give ``numbers`` what int8 could not hold of them."""
-        _, heads, _, dim = self.mean.shape
-        row, token = escapes.rows, escapes.tokens
-        layer, head, channel = row // (heads * dim), row // dim % heads, row % dim
-        numbers[layer, head, token, channel] += escapes.excess * self.step.view(-1)[layer]
+        heads, _, dim = self.mean[layer].shape
+        numbers = torch.empty((heads, symbols.shape[1], dim), dtype=torch.float32, device=symbols.device)
+        numbers.copy_(symbols.view(heads, dim, -1).transpose(1, 2))
+        if escapes is not None:
+            numbers[escapes.rows // dim, escapes.tokens, escapes.rows % dim] += escapes.excess
+        return numbers.mul_(self.step[layer]).add_(self.mean[layer])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plain:
-    """Keys and values with means and steps of their own."""
+    """Keys and values with means and steps of their own. Rows of levels: a layer's key channels, its value channels."""
 
     keys: Channels
     values: Channels
@@ -93,25 +83,25 @@ class Plain:
 
     @property
     def rows(self) -> int:
-        """Rows of levels: channels of the keys, then of the values."""
-        return self.keys.rows + self.values.rows
+        """Of each layer."""
+        return self.keys.mean[0].numel() + self.values.mean[0].numel()
 
-    def levels(self, keys: Tensor, values: Tensor) -> Tensor:
-        """``[rows, T]`` float32."""
+    def levels(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+        """The layer's ``keys [Hkv, T, Dk]`` before RoPE and ``values``, float32, in steps: ``[rows, T]`` float32."""
         import torch
 
-        levels = torch.empty((self.rows, keys.shape[2]), dtype=torch.float32, device=keys.device)
-        self.keys.levels(keys, levels[: self.keys.rows])
-        self.values.levels(values, levels[self.keys.rows :])
+        split = self.keys.mean[0].numel()
+        levels = torch.empty((self.rows, keys.shape[1]), dtype=torch.float32, device=keys.device)
+        self.keys.levels(layer, keys, levels[:split])
+        self.values.levels(layer, values, levels[split:])
         return levels
 
-    def numbers(self, symbols: Tensor, escapes: Escapes) -> tuple[Tensor, Tensor]:
-        """The way back from ``symbols [rows, T]`` int8: keys before RoPE and values, float32."""
-        split = self.keys.rows
-        keys, values = self.keys.numbers(symbols[:split]), self.values.numbers(symbols[split:])
-        self.keys.add(keys, escapes.within(0, split))
-        self.values.add(values, escapes.within(split, self.rows))
-        return keys, values
+    def numbers(self, layer: int, symbols: Tensor, escapes: Escapes | None) -> tuple[Tensor, Tensor]:
+        """The way back from ``symbols [rows, T]`` int8."""
+        split = self.keys.mean[0].numel()
+        of_keys, of_values = (None, None) if escapes is None else escapes.split(split)
+        keys = self.keys.numbers(layer, symbols[:split], of_keys)
+        return keys, self.values.numbers(layer, symbols[split:], of_values)
 
     def spread(self, error: float) -> tuple[Tensor, Tensor]:
         """How far keys and values can be off where levels are off by ``error``: ``[layers, Hkv, 1, D]`` float64."""
