@@ -170,6 +170,11 @@ class Placement:
         return self == Placement.whole(self.length)
 
     @property
+    def whole_prefix(self) -> int:
+        """Tokens held from the ledger's start on, before the first gap."""
+        return self.kept[0].stop if self.kept and self.kept[0].start == 0 else 0
+
+    @property
     def tokens(self) -> int:
         """Tokens held."""
         return sum(len(span) for span in self.kept)

@@ -96,17 +96,21 @@ def verify(
 
 async def _verify(settings: Settings, repair: bool) -> dict[str, Any]:
     async with _opened(settings) as home:
-        known = await home.repository.known_chunk_ids()
+        rows = await home.repository.chunk_facts()
+        known = {row.id for row in rows}
+        needed = {row.id for row in rows if row.sessions}
 
         def look() -> dict[str, Any]:
             there = {name for name, _ in home.blobs.list()}
             faulty = list(_faults(home.blobs, sorted(there)))
-            moved = sum(home.blobs.quarantine(fault["chunk"], fault["reason"]) for fault in faulty) if repair else 0
+            # What only gives no answer may be well.
+            altered = [fault for fault in faulty if repair and fault["reason"] != "unreachable"]
+            moved = sum(home.blobs.quarantine(fault["chunk"], fault["reason"]) for fault in altered)
             return {
                 "files": len(there),
                 "intact": len(there) - len(faulty),
                 "faulty": faulty,
-                "missing": sorted(known - there),
+                "missing": sorted(needed - there),
                 "unknown": sorted(there - known),
                 "quarantined": moved,
             }
@@ -154,8 +158,9 @@ def rebuild(home: HomeFolder = None, as_json: AsJson = False) -> None:
         print_json(facts)
         return
     out_console().print(
-        f"{facts['files']:,} files were not in the index: {facts['adopted']:,} taken up ({facts['tokens']:,} tokens of "
-        f"{facts['sessions']:,} sessions), {facts['deleted']:,} deleted ones removed, {facts['aside']:,} moved aside"
+        f"{facts['files']:,} files were not in the index as what they are: {facts['adopted']:,} taken up "
+        f"({facts['tokens']:,} tokens of {facts['sessions']:,} sessions), {facts['deleted']:,} deleted ones removed, "
+        f"{facts['aside']:,} moved aside"
     )
 
 

@@ -50,6 +50,8 @@ class Attaching:
         pinned = core.record.pinned
         if core.kv is not None or core.record.kv_length or pinned < _LEAST:
             return
+        if core.record.kv_fingerprint != self._writer.kv_fingerprint:
+            return  # made under another model, whose name its stored KV would bear
         found = await self._found(core, ledger)
         reached = found[-1].span.stop if found else 0
         if not found or (reached < pinned and (self._forgets or core.evicts)):

@@ -1,8 +1,8 @@
 """The index of stored KV, rebuilt from the files: each says itself whose KV it is.
 
-The ledger is the truth. A file is taken up where it continues the stored KV of a session: same tenant, same model, same
-token ids and everything before them, at the positions where that session holds them. What was deleted on purpose stays
-deleted.
+The ledger is the truth. A file is taken up where it continues the stored KV of a session, or fills a hole of it: same
+tenant, same model, same token ids and everything before them, at the positions where that session holds them. What was
+deleted on purpose stays deleted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ from blake3 import blake3
 
 from agentkv.codecs import CODECS
 from agentkv.errors import ChunkFault, StorageError
-from agentkv.sessions.db.records import ChunkRecord, ManifestConflict, ResumePoint, SegmentRecord, SessionRecord
+from agentkv.sessions.db.records import (
+    ChunkRecord,
+    Manifest,
+    ManifestConflict,
+    ResumePoint,
+    SegmentRecord,
+    SessionRecord,
+)
 from agentkv.sessions.db.repository import Repository
 from agentkv.storage.blobs import BlobStore
 from agentkv.storage.chunkfile import HEAD_LIMIT, ChunkHeader, read_header
 from agentkv.storage.naming import LedgerChain, ids_bytes, lookup_key, tenant_salt
-from agentkv.types import Span
+from agentkv.types import Span, union, without
 
 __all__ = ["RebuildReport", "adopt_orphans"]
 
@@ -32,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RebuildReport:
-    """What became of files without an index row.
+    """What became of files that the index did not know, or not as what they are.
 
     ``files`` were found; ``adopted`` of them hold ``tokens`` of ``sessions`` sessions again; ``deleted`` had been
     deleted on purpose; ``aside``, which continue no session's KV, or cannot be read, were moved to quarantine.
@@ -47,8 +54,8 @@ class RebuildReport:
 
 
 @dataclass(slots=True)
-class _Orphans:
-    """Headers of files that the index does not know, and their sizes."""
+class _Spare:
+    """Headers of files that the index does not know, or may not know all users of; their sizes."""
 
     headers: list[ChunkHeader] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -60,41 +67,47 @@ class _Orphans:
 
 
 async def adopt_orphans(repository: Repository, blobs: BlobStore, secret: bytes, executor: Executor) -> RebuildReport:
-    """Take up, delete or move aside every file without an index row. ``secret``: the home's, for tenants' salts."""
+    """Take up, delete or move aside every file without an index row; put right what else of the index was lost.
+
+    ``secret``: the home's, for tenants' salts.
+    """
     loop = asyncio.get_running_loop()
     known = await repository.known_chunk_ids()
     names = [name for name, _ in await loop.run_in_executor(executor, lambda: list(blobs.list())) if name not in known]
-    if not names:
-        return RebuildReport()
     buried = await repository.tombstoned(names)
-    orphans = await loop.run_in_executor(executor, _read, blobs, [name for name in names if name not in buried])
+    loose = await repository.loose_chunks()
+    pointless = await repository.pointless_sessions()
+    unburied = [name for name in names if name not in buried]
+    spare = await loop.run_in_executor(executor, _read, blobs, [*unburied, *loose])
     adopted: set[str] = set()
     sessions = tokens = 0
-    if orphans.headers:
+    if spare.headers or pointless:
         async for record in _sessions(repository):
-            taken = await _adopt(repository, record, orphans, secret)
-            adopted |= {segment.chunk_id for segment in taken}
-            sessions, tokens = sessions + bool(taken), tokens + sum(len(segment.span) for segment in taken)
+            if spare.headers or record.id in pointless:
+                taken = await _adopt(repository, record, spare, secret)
+                adopted |= {segment.chunk_id for segment in taken}
+                sessions, tokens = sessions + bool(taken), tokens + sum(len(segment.span) for segment in taken)
+    await repository.recount()
 
     def clear() -> int:
         for name in buried:
             blobs.delete(name)
-        left = [name for name in names if name not in buried and name not in adopted]
-        return sum(blobs.quarantine(name, "orphan") for name in left)
+        return sum(blobs.quarantine(name, "orphan") for name in unburied if name not in adopted)
 
     aside = await loop.run_in_executor(executor, clear)
-    return RebuildReport(len(names), len(adopted), sessions, tokens, len(buried), aside)
+    files = len(adopted.union(names))
+    return RebuildReport(files, len(adopted), sessions, tokens, len(buried), aside)
 
 
-def _read(blobs: BlobStore, names: Sequence[str]) -> _Orphans:
-    found = _Orphans()
+def _read(blobs: BlobStore, names: Sequence[str]) -> _Spare:
+    found = _Spare()
     for name in names:
         try:
             nbytes = blobs.size(name)
             found.headers.append(read_header(blobs.get(name, limit=HEAD_LIMIT), name, nbytes=nbytes))
             found.nbytes[name] = nbytes
         except (ChunkFault, StorageError) as error:
-            logger.warning("a file without an index row cannot be taken up: %s", error)
+            logger.warning("a file that no session's stored KV names cannot be taken up: %s", error)
     return found
 
 
@@ -106,55 +119,58 @@ async def _sessions(repository: Repository) -> AsyncIterator[SessionRecord]:
         before = page[-1].id
 
 
-async def _adopt(
-    repository: Repository, record: SessionRecord, orphans: _Orphans, secret: bytes
-) -> list[SegmentRecord]:
-    """What continues the session's stored KV becomes part of its manifest."""
+async def _adopt(repository: Repository, record: SessionRecord, spare: _Spare, secret: bytes) -> list[SegmentRecord]:
+    """What its stored KV lacks becomes part of its manifest, and its last commit a resume point."""
     manifest = await repository.manifest(record.id)
-    if manifest.length >= record.kv_length:
+    if _hole(record, manifest) is None and any(p.position == record.kv_length for p in manifest.resume_points):
         return []
     ledger = await repository.ledger(record.id)
-    headers = _continuing(record, ledger, manifest.length, orphans, tenant_salt(secret, record.tenant))
-    if not headers:
+    found, reached = _found(record, ledger, manifest, spare, tenant_salt(secret, record.tenant))
+    points = _points(record, found, reached)
+    if not found and not points:
         return []
-    segments = [SegmentRecord(header.chunk_id, span) for header, span in headers]
+    segments = [SegmentRecord(header.chunk_id, span) for header, span in found]
+    chunks = {header.chunk_id: _chunk_record(header, record, spare.nbytes[header.chunk_id]) for header, _ in found}
     try:
-        await repository.append_segments(
-            record.id,
-            [_chunk_record(header, record, orphans.nbytes[header.chunk_id]) for header, _ in headers],
-            segments,
-            _points(record, headers),
-        )
+        await repository.adopt(record.id, list(chunks.values()), segments, points)
     except ManifestConflict as error:
         logger.warning("stored KV of session %s could not be taken up: %s", record.id, error)
         return []
     return segments
 
 
-def _continuing(
-    record: SessionRecord, ledger: array[int], stored: int, orphans: _Orphans, salt: bytes
-) -> list[tuple[ChunkHeader, Span]]:
-    """Chunks, and what of them, that follow the stored KV without a hole; for a session that evicts: all or nothing."""
+def _hole(record: SessionRecord, manifest: Manifest, after: Sequence[Span] = ()) -> int | None:
+    """The first ledger position that the session holds and of which nothing is stored, nor in ``after``."""
+    stored = union([*(segment.span for segment in manifest.segments), *after])
+    return next((rest.start for kept in record.held.kept for rest in without(kept, stored)), None)
+
+
+def _found(
+    record: SessionRecord, ledger: array[int], manifest: Manifest, spare: _Spare, salt: bytes
+) -> tuple[list[tuple[ChunkHeader, Span]], int]:
+    """Chunks, and what of them, that fill its holes from the first on, and up to where then is none.
+
+    For a session that evicts: all of them or nothing.
+    """
     digest = blake3(salt).hexdigest()[:40]
     held = record.held
     found: list[tuple[ChunkHeader, Span]] = []
-    for kept in held.kept:
-        at = max(kept.start, stored)
-        while at < kept.stop:
-            fits = (
-                header
-                for header in orphans.covering(at)
-                if header.tenant == digest
-                and header.kv_fingerprint == record.kv_fingerprint
-                and header.position_base == held.position_of(header.start)
-                and _is_of(header, ledger, min(header.stop, kept.stop))
-                and _may_serve(header, record, salt)
-            )
-            if (header := next(fits, None)) is None:
-                return found if record.placement is None else []
-            found.append((header, Span(at, min(header.stop, kept.stop))))
-            at = found[-1][1].stop
-    return found
+    while (at := _hole(record, manifest, [span for _, span in found])) is not None:
+        limit = min(span.stop for span in held.kept if span.stop > at)
+        limit = min([limit, *(s.span.start for s in manifest.segments if s.span.start > at)])
+        fits = (
+            header
+            for header in spare.covering(at)
+            if header.tenant == digest
+            and header.kv_fingerprint == record.kv_fingerprint
+            and header.position_base == held.position_of(header.start)
+            and _is_of(header, ledger, min(header.stop, limit))
+            and _may_serve(header, record, salt)
+        )
+        if (header := next(fits, None)) is None:
+            return (found, at) if record.placement is None else ([], 0)
+        found.append((header, Span(at, min(header.stop, limit))))
+    return found, record.kv_length
 
 
 def _is_of(header: ChunkHeader, ledger: array[int], stop: int) -> bool:
@@ -166,24 +182,32 @@ def _is_of(header: ChunkHeader, ledger: array[int], stop: int) -> bool:
 
 
 def _may_serve(header: ChunkHeader, record: SessionRecord, salt: bytes) -> bool:
-    """A session that is kept exactly takes only chunks that no lossy codec or layout took part in."""
-    if record.idle_codec not in set(CODECS) or not CODECS.get(record.idle_codec).exact:
+    """A session that is kept exactly takes only chunks that no lossy codec or layout took part in; another one also
+    those of its own codec. What ``auto`` stands for is not known here: within its gate any will do."""
+    if record.idle_codec not in set(CODECS):
         return True
-    return header.lookup_key == lookup_key(
-        salt,
-        header.kv_fingerprint,
-        start=header.start,
-        stop=header.stop,
-        chain=header.chain,
-        lineage=header.lineage,
-    )
+    layouts = "+".join(header.ancestors)
+    qualities = {""}
+    if not CODECS.get(record.idle_codec).exact:
+        qualities |= {layouts, "+".join(filter(None, (layouts, record.idle_codec)))}
+    return header.lookup_key in {
+        lookup_key(
+            salt,
+            header.kv_fingerprint,
+            start=header.start,
+            stop=header.stop,
+            chain=header.chain,
+            lineage=header.lineage,
+            quality=quality,
+        )
+        for quality in qualities
+    }
 
 
-def _points(record: SessionRecord, headers: Sequence[tuple[ChunkHeader, Span]]) -> list[ResumePoint]:
-    reached = headers[-1][1].stop
+def _points(record: SessionRecord, found: Sequence[tuple[ChunkHeader, Span]], reached: int) -> list[ResumePoint]:
     if record.placement is not None:
-        return [ResumePoint(record.kv_length, "commit", record.placement)]
-    points = {p for header, span in headers for p in header.resume_points if span.start < p <= span.stop}
+        return [ResumePoint(reached, "commit", record.placement)] if reached == record.kv_length else []
+    points = {p for header, span in found for p in header.resume_points if span.start < p <= span.stop}
     if reached == record.kv_length:
         points.add(reached)
     return [ResumePoint(p, "prefix" if p == record.pinned else "commit") for p in sorted(points)]

@@ -148,8 +148,8 @@ class ChunkReader:
                 fault, usable = outcome, segment.span.start
                 break
         good = [outcome for outcome in results if isinstance(outcome, _Read)]
-        if fault is None and (hole := self._hole(good, needed)) is not None:
-            fault, usable = hole, placement.length - 1
+        if (hole := self._hole(good, needed)) is not None and (fault is None or hole[1] < usable):
+            fault, usable = hole[0], min(hole[1], placement.length - 1)
         if fault is None:
             kv.restored(ledger[: placement.length])
         source: Literal["host", "disk"] = "host" if good and all(r.from_memory for r in good) else "disk"
@@ -218,8 +218,10 @@ class ChunkReader:
             covered.extend((part.group, run) for run in runs)
         return covered
 
-    def _hole(self, reads: Sequence[_Read], needed: Sequence[Sequence[Span]]) -> ChunkFault | None:
-        """Whether some group lacks keys that the state needs."""
+    def _hole(self, reads: Sequence[_Read], needed: Sequence[Sequence[Span]]) -> tuple[ChunkFault, int] | None:
+        """Whether some group lacks keys that the state needs, and up to where a state may have all: a window that is
+        not here says nothing about those before it."""
+        holes: list[tuple[int, ChunkFault]] = []
         for group, spans in enumerate(needed):
             covered = sorted(span for read in reads for other, span in read.covered if other == group)
             for span in spans:
@@ -229,8 +231,13 @@ class ChunkReader:
                         at = have.stop
                 if at < span.stop:
                     name = self._geometry.groups[group].name
-                    return ChunkFault("-", "missing", f"{name} has no keys at {at}, needed up to {span.stop}")
-        return None
+                    fault = ChunkFault("-", "missing", f"{name} has no keys at {at}, needed up to {span.stop}")
+                    holes.append((at if self._windows[group] is None else span.stop, fault))
+                    break
+        if not holes:
+            return None
+        usable, fault = min(holes, key=lambda hole: hole[0])
+        return fault, usable
 
 
 @dataclass(frozen=True, slots=True)

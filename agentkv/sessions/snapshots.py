@@ -133,7 +133,7 @@ def take_snapshot(
     if not len(span):
         return None
     placement = kv.placement
-    whole = next((kept.stop for kept in placement.kept if kept.start == 0), 0)
+    whole = placement.whole_prefix
     windows = {point: parts for point, parts in early.items() if (sealed if seal else stored) < point <= whole}
     windows[span.stop] = kv.window_snapshot()
     kinds = dict.fromkeys(windows, "prefix") | {span.stop: "commit"}

@@ -62,7 +62,7 @@ class ChunkWriter:
         self._blobs = blobs
         self._executor = executor
         self._geometry = geometry
-        self._fingerprint = kv_fingerprint
+        self.kv_fingerprint = kv_fingerprint
         self._salt = salt
         self._tenant = tenant
         self._codecs = codecs
@@ -92,7 +92,7 @@ class ChunkWriter:
         quality = "+".join(filter(None, (self._layout, "" if codec.exact else codec.name)))
         return lookup_key(
             self._salt,
-            self._fingerprint,
+            self.kv_fingerprint,
             start=span.start,
             stop=span.stop,
             chain=chain,
@@ -104,17 +104,19 @@ class ChunkWriter:
         """One chunk, in memory. Blocking."""
         placement, codec = snapshot.placement, self.codec(name)
         lossless = codec if codec.exact else self._codecs.encoder("exact")
+        # What lies before the first gap was computed before anything was evicted.
+        lineage = "" if span.stop <= placement.whole_prefix else placement.lineage
         meta = ChunkMeta(
-            kv_fingerprint=self._fingerprint,
+            kv_fingerprint=self.kv_fingerprint,
             tenant=self.tenant_digest,
-            lookup_key=self.key(span, chain[1], codec, placement.lineage),
+            lookup_key=self.key(span, chain[1], codec, lineage),
             geometry=self._geometry,
             span=span,
             chain_start=chain[0],
             chain=chain[1],
             ids=ids_bytes(snapshot.ids[span.start : span.stop]),
             position_base=placement.position_of(span.start),
-            lineage=placement.lineage,
+            lineage=lineage,
             resume_points=tuple(sorted(p for p in snapshot.windows if span.start < p <= span.stop)),
             ancestors=(self._layout,) if self._layout else (),
         )
@@ -183,7 +185,7 @@ class ChunkWriter:
                 await loop.run_in_executor(self._executor, self._blobs.put_many, items)
                 return
             except StorageFull:
-                if not await self._repository.release_foreign(self._fingerprint):
+                if not await self._repository.release_foreign(self.kv_fingerprint):
                     raise
                 logger.warning("stored KV of another model makes room for %d chunks", len(items))
                 await self.collect_garbage()
@@ -197,7 +199,7 @@ class ChunkWriter:
                 chunk.id,
                 chunk.header.lookup_key,
                 self._tenant,
-                self._fingerprint,
+                self.kv_fingerprint,
                 chunk.header.span,
                 chunk.header.codec,
                 chunk.nbytes,
@@ -211,12 +213,19 @@ class ChunkWriter:
         ]
         write = partial(self._repository.reseal, session_id, records, segments, points, snapshot.void())
         try:
-            return await write()
+            replaced = await write()
         except ChunkCondemned:
             # The same bytes were being deleted. Finish that deletion, then write them again.
             await self.collect_garbage()
             await self._put(encoded)
-            return await write()
+            replaced = await write()
+        # Such a deletion may have ended in between, and taken the new file. From here on it cannot be claimed.
+        if lost := await asyncio.get_running_loop().run_in_executor(self._executor, self._missing, encoded):
+            await self._put(lost)
+        return replaced
+
+    def _missing(self, encoded: Sequence[EncodedChunk]) -> list[EncodedChunk]:
+        return [chunk for chunk in encoded if not self._blobs.exists(chunk.id)]
 
     async def collect_garbage(self) -> int:
         """Delete the files of chunks that no manifest names any more. Returns the bytes freed.
@@ -234,10 +243,13 @@ class ChunkWriter:
         return freed
 
     def _delete(self, names: Sequence[str]) -> int:
-        before = self._blobs.used_bytes()
+        # Others may be writing: what is used in all would not say what these were.
+        freed = 0
         for name in names:
-            self._blobs.delete(name)
-        return before - self._blobs.used_bytes()
+            nbytes = self._blobs.size(name) if self._blobs.exists(name) else 0
+            fault_point("gc.before_delete")
+            freed += nbytes if self._blobs.delete(name) else 0
+        return freed
 
 
 def chains(ids: array[int], spans: Sequence[Span]) -> list[tuple[str, str]]:

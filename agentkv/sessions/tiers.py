@@ -137,6 +137,8 @@ class Tiers:
             return RestoreReport("device", core.kv.tokens, reason=reason, recomputed_tokens=missing)
         expected = core.record.kv_length
         if expected == 0:
+            if core.record.kv_fingerprint != self._fingerprint:
+                core.record = await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
             core.kv, core.state = self.open(core, room), SessionState.LIVE
             return RestoreReport("new", 0)
         started = time.perf_counter()

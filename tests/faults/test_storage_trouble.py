@@ -301,7 +301,7 @@ async def test_a_database_that_is_locked_while_closing_keeps_nothing_from_being_
     async with opened(home, model) as kv:
         (reply,) = await said(await kv.sessions.get(session.id), turns(6)[2:3], TOKENS)
         assert reply.ids == twin[2]
-        assert reply.restore.source == "recompute"
+        assert (reply.restore.source, reply.restore.reason) == ("disk", None), "the files say whose KV they are"
 
 
 # -- other processes and users -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import ScalarSelect, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from agentkv.sessions.db.ledger import session_row
@@ -34,6 +34,7 @@ from agentkv.sessions.db.schema import ChunkRow, ResumePointRow, SegmentRow, Ses
 from agentkv.types import Span, without
 
 __all__ = [
+    "adopt",
     "append_segments",
     "attach",
     "chunk_bytes",
@@ -42,8 +43,11 @@ __all__ = [
     "delete_session",
     "forget_chunks",
     "known_chunk_ids",
+    "loose_chunks",
     "manifest",
+    "pointless_sessions",
     "prune_manifest",
+    "recount",
     "release_foreign",
     "reseal",
     "stored_chunks",
@@ -141,10 +145,10 @@ def stored_chunks(db: Session, tenant: str, keys: Sequence[str]) -> list[ChunkRe
     return found
 
 
-def release_foreign(db: Session, kv_fingerprint: str, sessions: int) -> list[str]:
-    """The least recently used ``sessions`` whose stored KV is another model's give it up.
+def release_foreign(db: Session, kv_fingerprint: str) -> list[str]:
+    """Sessions whose stored KV is another model's give it up, the least recently used first, until a chunk is free.
 
-    Returns the chunks that lost their last reference.
+    Returns the chunks that lost their last reference: none where nothing foreign is stored.
     """
     foreign = (
         select(SegmentRow.session_id)
@@ -153,12 +157,68 @@ def release_foreign(db: Session, kv_fingerprint: str, sessions: int) -> list[str
         .where(ChunkRow.kv_fingerprint != kv_fingerprint)
         .group_by(SegmentRow.session_id)
         .order_by(func.max(SessionRow.updated_at), SegmentRow.session_id)
-        .limit(sessions)
     )
-    condemned: list[str] = []
     for session_id in list(db.scalars(foreign)):
-        condemned += truncate_manifest(db, session_id, 0)
-    return condemned
+        # What several sessions share is free only when the last of them has given it up.
+        if condemned := truncate_manifest(db, session_id, 0):
+            return condemned
+    return []
+
+
+def adopt(
+    db: Session,
+    session_id: str,
+    chunks: Sequence[ChunkRecord],
+    segments: Sequence[SegmentRecord],
+    resume_points: Sequence[ResumePoint],
+) -> None:
+    """Stored KV that was found again: ``segments`` fill holes of the manifest, or continue it, in ledger order.
+
+    Segments whose chunk has no row go first. References are counted anew.
+    """
+    session = session_row(db, session_id, lock=True)
+    _drop_dangling(db)
+    _append(db, session, chunks, segments, resume_points, replacing=len(segments))
+    _recount(db, sorted({segment.chunk_id for segment in segments}))
+
+
+def loose_chunks(db: Session) -> list[str]:
+    """Chunks that no segment names, or that fewer or more name than ``refs`` counts: rows of a manifest were lost."""
+    query = select(ChunkRow.id).where(~ChunkRow.deleting, or_(ChunkRow.refs == 0, ChunkRow.refs != _uses()))
+    return list(db.scalars(query.order_by(ChunkRow.id)))
+
+
+def pointless_sessions(db: Session) -> set[str]:
+    """Sessions with stored KV whose last commit is no resume point of it."""
+    stored = select(SegmentRow.session_id).where(SegmentRow.session_id == SessionRow.id)
+    point = select(ResumePointRow.session_id).where(
+        ResumePointRow.session_id == SessionRow.id, ResumePointRow.position == SessionRow.kv_length
+    )
+    return set(db.scalars(select(SessionRow.id).where(SessionRow.kv_length > 0, stored.exists(), ~point.exists())))
+
+
+def recount(db: Session) -> None:
+    """Every chunk's references as the segments say; segments whose chunk has no row go."""
+    _drop_dangling(db)
+    _recount(db, None)
+
+
+def _drop_dangling(db: Session) -> None:
+    db.execute(delete(SegmentRow).where(SegmentRow.chunk_id.not_in(select(ChunkRow.id))))
+
+
+def _recount(db: Session, ids: Sequence[str] | None) -> None:
+    wrong = update(ChunkRow).where(~ChunkRow.deleting, ChunkRow.refs != _uses()).values(refs=_uses())
+    db.flush()
+    for batch in [None] if ids is None else _batches(ids):
+        statement = wrong if batch is None else wrong.where(ChunkRow.id.in_(batch))
+        db.execute(statement, execution_options={"synchronize_session": False})
+    db.expire_all()
+
+
+def _uses() -> ScalarSelect[int]:
+    """How many segments name a chunk."""
+    return select(func.count()).where(SegmentRow.chunk_id == ChunkRow.id).correlate(ChunkRow).scalar_subquery()
 
 
 def _append(

@@ -213,12 +213,37 @@ class Repository:
         """Chunks of one tenant stored under any of these lookup keys; none that is being deleted."""
         return await self._transactions.read(lambda db: manifest.stored_chunks(db, tenant, keys))
 
-    async def release_foreign(self, kv_fingerprint: str, sessions: int = 8) -> list[str]:
-        """The least recently used sessions with another model's KV give it up; their ledgers stay.
+    async def release_foreign(self, kv_fingerprint: str) -> list[str]:
+        """Sessions with another model's KV give it up, the least recently used first; their ledgers stay.
 
-        Returns the chunks that lost their last reference.
+        Ends with the first that frees something. Returns the chunks that lost their last reference.
         """
-        return await self._transactions.write(lambda db: manifest.release_foreign(db, kv_fingerprint, sessions))
+        return await self._transactions.write(lambda db: manifest.release_foreign(db, kv_fingerprint))
+
+    async def adopt(
+        self,
+        session_id: str,
+        chunks: Sequence[ChunkRecord],
+        segments: Sequence[SegmentRecord],
+        resume_points: Sequence[ResumePoint] = (),
+    ) -> None:
+        """Fill holes of a manifest, or continue it, with chunks that were found again; references are counted anew.
+
+        Raises as ``append_segments`` does.
+        """
+        await self._transactions.write(lambda db: manifest.adopt(db, session_id, chunks, segments, resume_points))
+
+    async def loose_chunks(self) -> list[str]:
+        """Chunks with a row that no segment names, or another number of them than is counted."""
+        return await self._transactions.read(manifest.loose_chunks)
+
+    async def pointless_sessions(self) -> set[str]:
+        """Sessions with stored KV whose last commit is no resume point."""
+        return await self._transactions.read(manifest.pointless_sessions)
+
+    async def recount(self) -> None:
+        """Make references what the segments say, and drop segments whose chunk has no row."""
+        await self._transactions.write(manifest.recount)
 
     async def manifest(self, session_id: str) -> Manifest:
         """The stored KV of a session."""
