@@ -27,7 +27,9 @@ MakeLayout = Callable[[KVGeometry, torch.device], Layout[Any]]
 def layout_machine(make_layout: MakeLayout) -> type[RuleBasedStateMachine]:
     """A hypothesis state machine that drives layouts made by ``make_layout`` and compares them with ``NaiveKV``.
 
-    Attention must agree within float32's rounding, KV that is read, captured or restored bit for bit.
+    Attention must agree within float32's rounding, KV that is read, captured or restored bit for bit. A layout may hold
+    tokens with loss, which its states name as ``lossy``: they must be within what ``bound(group, span)`` of the state
+    says (a ``KVBlock`` of float64: how far each number that ``read`` gives may be off), and then stay what they are.
     """
     try:
         from agentkv.testing.machine import LayoutMachine

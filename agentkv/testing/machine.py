@@ -82,6 +82,7 @@ def packed_step(layout: Layout[Any], states: Sequence[State], counts: Sequence[i
         ids = torch.randint(0, 1000, (count,), generator=generator).tolist()
         state.kv.advance(ids)
         state.naive.advance(ids)
+        state.naive.adopt(state.kv)
 
 
 def raises(kind: type[Exception], use: Callable[[], object]) -> bool:
@@ -358,6 +359,8 @@ class LayoutMachine(RuleBasedStateMachine):
         if twin is not None:
             twin.close()
         naive.reached = length
+        naive.lossy.clear()  # what was read is what is restored; how it is held is the new state's
+        naive.adopt(kv)
         if naive.lineage:
             naive.evicted_at = length  # a placement does not say when its last eviction was
         return self._add(State(kv, naive))
@@ -369,6 +372,7 @@ class LayoutMachine(RuleBasedStateMachine):
         for state in self.live:
             kv, naive = state.kv, state.naive
             kv.check_integrity()
+            assert {i for span in kv.lossy for i in range(*span)} <= naive.lossy, "lossy without a step"
             assert list(kv.ids) == naive.ids
             assert (kv.length, kv.tokens, kv.next_position) == (naive.length, len(naive.held), naive.next_position)
             assert naive.agrees(kv.placement), (kv.placement, naive)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentkv.codecs import KVBlock
-from agentkv.kv.contract import AttentionTraits
+from agentkv.kv.contract import AttentionTraits, SequenceKV
 from agentkv.kv.placed import lineage_after
 from agentkv.rope import Rotation, rotate
 from agentkv.types import KVGeometry, LayerGroup, Placement, Span
@@ -56,6 +56,8 @@ class NaiveKV:
     """Ledger position of the last eviction."""
     reached: int = 0
     """Most tokens since sliding groups were last made anew."""
+    lossy: set[int] = field(default_factory=set)
+    """Ledger indices whose KV in full-attention layers is what a layout made of it: see ``adopt``."""
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class NaiveKV:
         """The same state; tensors are never written to, so they may be shared."""
         return NaiveKV(
             self.geometry, list(self.ids), list(self.positions), list(self.held), self.next_position, self.floor,
-            self.lineage, self.evicted_at, self.reached, dict(self.kv),
+            self.lineage, self.evicted_at, self.reached, set(self.lossy), dict(self.kv),
         )  # fmt: skip
 
     # -- what is held -------------------------------------------------------------------------------------------------
@@ -156,8 +158,36 @@ class NaiveKV:
         """See ``SequenceKV.crop``."""
         self.next_position -= self.length - length
         self.held = [i for i in self.held if i < length]
+        self.lossy = {i for i in self.lossy if i < length}
         self.kv = {layer: (k[:, :length], v[:, :length]) for layer, (k, v) in self.kv.items()}
         del self.ids[length:], self.positions[length:]
+
+    def adopt(self, kv: SequenceKV) -> None:
+        """Take over what ``kv`` made of tokens that it holds with loss since the last call, once it is within bounds.
+
+        From then on they must stay what they are.
+        """
+        for group in self.geometry.groups:
+            if group.window is not None:
+                continue
+            index = self.geometry.groups.index(group)
+            for lossy in kv.lossy:
+                assert set(range(*lossy)) <= set(self.held), f"{lossy} is not held"
+                fresh = _spans([i for i in range(*lossy) if i not in self.lossy])
+                for span in (common for run in self.runs(group) for new in fresh if len(common := run.intersect(new))):
+                    self._take(group, span, kv.read(index, span), kv.bound(index, span))  # type: ignore[attr-defined]
+        self.lossy |= {i for span in kv.lossy for i in range(*span)}
+
+    def _take(self, group: LayerGroup, span: Span, found: KVBlock, bound: KVBlock) -> None:
+        for at, layer in enumerate(group.layers):
+            taken = []
+            for exact, new, off in zip(self.kv[layer], (found.keys[at], found.values[at]),
+                                       (bound.keys[at], bound.values[at]), strict=True):  # fmt: skip
+                old = exact[:, span.start : span.stop].double()
+                assert bool(((new.double() - old).abs() <= off).all()), f"{span} of layer {layer} is out of bounds"
+                assert float(off.max()) <= float(old.abs().max()), "a bound that allows anything"
+                taken.append(torch.cat([exact[:, : span.start], new.to(exact.dtype), exact[:, span.stop :]], 1))
+            self.kv[layer] = (taken[0], taken[1])
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

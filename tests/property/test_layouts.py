@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ from agentkv.kv.paged import PagedKV, PagedLayout
 from agentkv.kv.paged_pool import PagePool
 from agentkv.kv.paged_step import Turns
 from agentkv.kv.paged_table import PageTable
+from agentkv.kv.quantized import QuantizedKV, QuantizedLayout
+from agentkv.kv.quantized_grids import Format
+from agentkv.kv.quantized_segments import Segment
+from agentkv.kv.quantized_step import Piece
 from agentkv.kv.static import StaticLayout
 from agentkv.testing.layouts import MakeLayout, layout_machine
 from agentkv.types import KVGeometry, Placement, Span
@@ -53,6 +58,35 @@ TestOffloaded.settings = SETTINGS
 
 TestOffloadedPaged = layout_machine(lambda geometry, device: OffloadedLayout(geometry, device, paged)).TestCase
 TestOffloadedPaged.settings = SETTINGS
+
+
+def quantized(bits: int, inner: MakeLayout, kind: type[QuantizedLayout] = QuantizedLayout) -> MakeLayout:
+    """So few recent tokens and so small groups that a run of the machine quantises, cuts and merges many."""
+
+    class Small(kind):  # type: ignore[misc, valid-type]
+        name = lossy = f"quantized:int{bits}"
+        format = Format(bits, group_tokens=8, segment_tokens=32)
+        sink_tokens, recent_tokens = 4, 16
+
+    return lambda geometry, device: Small(geometry, device, inner)
+
+
+class QuantizedPagedMachine(layout_machine(quantized(4, paged))):  # type: ignore[misc]
+    def teardown(self) -> None:
+        super().teardown()
+        self.live.clear()
+        self.layout.sweep()
+        assert self.layout.inner.nbytes == 0
+
+
+TestQuantizedInt8 = layout_machine(quantized(8, DynamicLayout)).TestCase
+TestQuantizedInt8.settings = settings(SETTINGS, max_examples=15)
+TestQuantizedInt4 = layout_machine(quantized(4, DynamicLayout)).TestCase
+TestQuantizedInt4.settings = settings(SETTINGS, max_examples=15)
+TestQuantizedStatic = layout_machine(quantized(4, StaticLayout)).TestCase
+TestQuantizedStatic.settings = settings(SETTINGS, max_examples=15)
+TestQuantizedPaged = QuantizedPagedMachine.TestCase
+TestQuantizedPaged.settings = settings(SETTINGS, max_examples=15)
 
 
 # -- controls: each breaks one promise, and must be found --------------------------------------------------------------
@@ -147,6 +181,59 @@ class TurnsTooFar(PagedLayout):
         return super()._turns(index, [(tokens, delta + 1 if delta else 0) for tokens, delta in deltas])
 
 
+class SeesOlderTokensTooFarOn(QuantizedLayout):
+    def expand(self, layer: int, pieces: Sequence[Piece], *out: torch.Tensor) -> None:
+        super().expand(layer, [replace(p, position=p.position + 1) if p.segment.lossy else p for p in pieces], *out)
+
+
+class DropsTheZero(QuantizedLayout):
+    def expand(self, layer: int, pieces: Sequence[Piece], *out: torch.Tensor) -> None:
+        super().expand(layer, [replace(p, segment=self._dropped(p.segment)) for p in pieces], *out)
+
+    @staticmethod
+    def _dropped(segment: Segment) -> Segment:
+        if not segment.lossy:
+            return segment
+        parts = [replace(p, key_grid=(p.key_grid[0], torch.zeros_like(p.key_grid[1]))) for p in segment.parts]
+        return replace(segment, parts=tuple(parts))
+
+
+class MovesSinksWithTheRest(QuantizedLayout):
+    """Exact segments are where they were computed: evictions turn them on."""
+
+    def expand(self, layer: int, pieces: Sequence[Piece], *out: torch.Tensor) -> None:
+        super().expand(layer, [replace(p, deltas=()) for p in pieces], *out)
+
+
+class QuantisesAnew(QuantizedKV):
+    def _age(self) -> None:
+        """All of it whenever something is due, from what came out the last time."""
+        layout = self._layout
+        if self.frontier and self._edge() > self.frontier:
+            parts = [(run, self.read(0, run)) for run in self.visible(0)]
+            inner = layout.opened(self.length)
+            frontier, self.frontier = self.frontier, 0
+            inner.place(self._near(self.placement))
+            for run, block in parts:
+                into = inner.target(0, run)
+                for name in ("keys", "values"):
+                    for a, b in zip(getattr(block, name), getattr(into, name), strict=True):
+                        b.copy_(a + 0.05 * (run.start < frontier))
+            for index in (1, 2):
+                for run in self.inner.visible(index):
+                    block, into = self.inner.read(index, run), inner.target(index, run)
+                    for a, b in zip((*block.keys, *block.values), (*into.keys, *into.values), strict=True):
+                        b.copy_(a)
+            inner.restored(self._ids)
+            self.inner, self.segments = inner, ()
+        super()._age()
+
+
+class Requantising(QuantizedLayout):
+    def open(self, tokens: int = 0, limit: int | None = None) -> QuantizedKV:
+        return QuantisesAnew(self, min(tokens, 24))
+
+
 class FetchesIntoOneBuffer(Prefetcher):
     def _of(self, layer: int) -> Any:
         return self._buffers[0]
@@ -169,23 +256,30 @@ def broken(kind: type[DynamicKV]) -> MakeLayout:
     return make
 
 
-CONTROLS = {
-    kind.__name__: broken(kind)
-    for kind in (
-        KeysNotTurned,
-        WritesIntoTheFork,
-        ForgetsWhatWasEvicted,
-        WritesIntoCaptures,
-        ReadsTurnedKeys,
-        NeverRebases,
-        WindowBehindTheFloor,
-    )
-} | {
-    "WritesIntoTheSharedPage": broken_paged(table=WritesIntoTheSharedPage),
-    "RecordsThatHoldNothing": broken_paged(pool=RecordsThatHoldNothing),
-    "FetchesIntoOneBuffer": broken_staging,
-    "TurnsTooFar": broken_paged(step=TurnsTooFar),
-}
+CONTROLS = (
+    {
+        kind.__name__: broken(kind)
+        for kind in (
+            KeysNotTurned,
+            WritesIntoTheFork,
+            ForgetsWhatWasEvicted,
+            WritesIntoCaptures,
+            ReadsTurnedKeys,
+            NeverRebases,
+            WindowBehindTheFloor,
+        )
+    }
+    | {
+        "WritesIntoTheSharedPage": broken_paged(table=WritesIntoTheSharedPage),
+        "RecordsThatHoldNothing": broken_paged(pool=RecordsThatHoldNothing),
+        "FetchesIntoOneBuffer": broken_staging,
+        "TurnsTooFar": broken_paged(step=TurnsTooFar),
+    }
+    | {
+        kind.__name__: quantized(8, DynamicLayout, kind)
+        for kind in (SeesOlderTokensTooFarOn, DropsTheZero, MovesSinksWithTheRest, Requantising)
+    }
+)
 
 
 @pytest.mark.parametrize("name", sorted(CONTROLS))
