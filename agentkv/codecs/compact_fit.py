@@ -14,33 +14,45 @@ from agentkv.codecs.turning import pre_rope
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["fit_compact"]
+__all__ = ["Sensitivity", "fit_compact"]
+
+Sensitivity = Mapping[int, tuple["Tensor", "Tensor"]]
 
 _KEY_SHARE, _VALUE_SHARE = 0.25, 0.35
 """Steps as shares of a layer's rms around its means, as without a fit."""
+
+_EXPECTED_KL = 0.003
+"""Nats a token that steps of 1 cost by the sensitivities: what a calibration starts from."""
 
 _WIDEST = 512
 """Numbers a bundle. Decoding is a product with a square matrix of this side: wider is smaller and slower."""
 
 
-def fit_compact(
-    blocks: Sequence[KVBlock], *, widest: int = _WIDEST, steps: Mapping[int, tuple[float, float]] | None = None
-) -> Fit:
+def fit_compact(blocks: Sequence[KVBlock], sensitivity: Sensitivity | None = None, *, widest: int = _WIDEST) -> Fit:
     """The principal components of keys before RoPE and values over ``blocks``, in units of their steps.
 
     ``blocks``: KV of running text without its sinks; a layer's blocks may differ in length. Good bases take some ten
     tokens a number of a bundle, and text as various as what will be encoded. ``widest``: numbers a bundle may have,
-    which is as many of a layer's heads as fit in, one at least. ``steps``: by layer, those of keys and of values.
+    which is as many of a layer's heads as fit in, one at least.
+
+    ``sensitivity``: by layer, of each head's keys and values ``[Hkv]``, the second derivative of the KL by their error
+    (``engine.sensitivity``). With it every number of every head costs the same KL, which is the least for the bits
+    (reverse water-filling over the whole model; Cover and Thomas, 10.3.3); without it, steps are shares of each layer's
+    rms. Worth 40 % of the bytes (docs/codecs.md).
 
     ``ValueError`` where there is nothing to learn from, or it is not finite.
     """
     import torch
 
+    found = _moments(blocks, widest)
     tensors: dict[str, Tensor] = {}
-    facts: dict[str, int] = {}
-    for layer, moments in sorted(_moments(blocks, widest).items()):
-        tensors[f"{layer}.mean"], tensors[f"{layer}.basis"] = moments.basis(None if steps is None else steps[layer])
-        facts = {"tokens": max(moments.tokens, facts.get("tokens", 0)), "widest": widest}
+    facts: dict[str, int | bool] = {"widest": widest, "sensitivity": sensitivity is not None}
+    facts["tokens"] = max(moments.tokens for moments in found.values())
+    steps = None if sensitivity is None else _steps(found, sensitivity)
+    for layer, moments in sorted(found.items()):
+        tensors[f"{layer}.mean"], tensors[f"{layer}.basis"] = moments.basis(
+            moments.shares() if steps is None else steps[layer]
+        )
     digest = blake3(json.dumps(["compact", 1, facts]).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
@@ -60,6 +72,11 @@ class _Moments:
         self._first = key_heads.new_zeros(heads // self._heads, self._heads * width)
         self._second = key_heads.new_zeros(*self._first.shape, self._heads * width)
 
+    @property
+    def numbers(self) -> int:
+        """A token's."""
+        return self._first.numel()
+
     def add(self, keys: Tensor, values: Tensor) -> None:
         """``[Hkv, T, D]`` float64."""
         import torch
@@ -71,25 +88,60 @@ class _Moments:
         self._first += numbers.sum(1)
         self._second += numbers.transpose(1, 2) @ numbers
 
-    def basis(self, steps: tuple[float, float] | None) -> tuple[Tensor, Tensor]:
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """Steps of each head's keys and values ``[Hkv]``: the same share of the layer's rms for all."""
+        keys, values = (v.mean().sqrt() for v in self._variance().tensor_split((self._key_width,), dim=1))
+        heads = len(self._first) * self._heads
+        return (_KEY_SHARE * keys).expand(heads), (_VALUE_SHARE * values).expand(heads)
+
+    def basis(self, steps: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The mean ``[bundles, N]`` float32 and components, largest first, a row each: ``[bundles, N, N]`` bfloat16.
 
-        What is orthogonal is the basis of numbers in steps. Components of no variance keep a row, so that it can be
-        inverted.
+        ``steps``: of each head's keys and values ``[Hkv]``. The basis is orthogonal to numbers in steps.
         """
         import torch
 
+        bundles, width = self._first.shape
+        key_dim, value_dim = self._key_width // self._heads, (width - self._key_width) // self._heads
+        sides = zip(steps, (key_dim, value_dim), strict=True)
+        each = [side.view(bundles, self._heads).repeat_interleave(dim, dim=1) for side, dim in sides]
+        step = torch.cat(each, dim=1).to(self._first)
+        step = torch.where(step > 0, step, 1.0)
         mean = self._first / self.tokens
         covariance = self._second / self.tokens - mean[:, :, None] * mean[:, None, :]
-        variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
-        split = self._key_width
-        if steps is None:
-            spreads = variance[:, :split].mean().sqrt(), variance[:, split:].mean().sqrt()
-            steps = _KEY_SHARE * float(spreads[0]) or 1.0, _VALUE_SHARE * float(spreads[1]) or 1.0
-        step = torch.full_like(mean[0], steps[0])
-        step[split:] = steps[1]
-        _, vectors = torch.linalg.eigh(covariance / step[:, None] / step)
-        return mean.float(), (vectors.flip(2).transpose(1, 2) * step).to(torch.bfloat16)
+        _, vectors = torch.linalg.eigh(covariance / step[:, :, None] / step[:, None, :])
+        return mean.float(), (vectors.flip(2).transpose(1, 2) * step[:, None]).to(torch.bfloat16)
+
+    def _variance(self) -> Tensor:
+        second = self._second.diagonal(dim1=1, dim2=2) / self.tokens
+        return (second - (self._first / self.tokens).square()).clamp(min=0)
+
+
+_LEAST = 1e-4
+"""Of the mean sensitivity: a head that seemed to matter less is taken to matter so much."""
+
+
+def _steps(found: Mapping[int, _Moments], sensitivity: Sensitivity) -> dict[int, tuple[Tensor, Tensor]]:
+    """Steps of each head ``[Hkv]`` that cost the same KL a number, ``_EXPECTED_KL`` in all.
+
+    An error spread evenly over a step s has variance s²/12 and costs sensitivity · s²/24.
+    """
+    import torch
+
+    missing = sorted(found.keys() - sensitivity.keys())
+    if missing:
+        raise ValueError(f"no sensitivity is given of layers {missing}")
+    every = torch.cat([side.double().flatten() for layer in found for side in sensitivity[layer]])
+    if not bool(every.isfinite().all() and (every >= 0).all() and (every > 0).any()):
+        raise ValueError("sensitivities are finite numbers from 0 on, and not all 0")
+    numbers = sum(moments.numbers for moments in found.values())
+    floor = every[every > 0].mean() * _LEAST
+    each = 24 * _EXPECTED_KL / numbers
+
+    def step(side: Tensor) -> Tensor:
+        return (each / side.double().clamp(min=float(floor))).sqrt()
+
+    return {layer: (step(sensitivity[layer][0]), step(sensitivity[layer][1])) for layer in found}
 
 
 def _moments(blocks: Sequence[KVBlock], widest: int) -> Mapping[int, _Moments]:

@@ -257,6 +257,49 @@ def test_equal_blocks_make_equal_fits_and_others_do_not(fit: Fit) -> None:
     )
 
 
+def test_what_matters_more_gets_finer_steps_and_the_same_cost() -> None:
+    """The KL that a sensitivity predicts is shared out evenly, whatever the heads' sizes."""
+    kv = block(tokens=2000, seed=7)
+    heads = 1e-4 * torch.tensor([1.0, 16.0, 4.0])
+    matters = {layer: (heads * 2.0**layer, heads.flip(0)) for layer in range(4)}
+    codec = COMPACT.fitted(fit_compact([kv], matters))
+    fresh = block(dtype=torch.float32)
+    got = there_and_back(codec, fresh)
+    costs = [
+        float((a - b).square().mean((1, 2))[head] * weight[head])
+        for weights, sides in (
+            ([matters[layer][0] for layer in range(4)], zip(got.keys, fresh.keys, strict=True)),
+            ([matters[layer][1] for layer in range(4)], zip(got.values, fresh.values, strict=True)),
+        )
+        for weight, (a, b) in zip(weights, sides, strict=True)
+        for head in range(3)
+    ]
+    assert max(costs) < 2 * min(costs)
+    with pytest.raises(ValueError, match="layers \\[3\\]"):
+        fit_compact([kv], {layer: matters[layer] for layer in range(3)})
+    with pytest.raises(ValueError, match="finite"):
+        fit_compact([kv], {layer: (heads * float("nan"), heads) for layer in range(4)})
+
+
+def test_narrow_bundles_are_a_head_each() -> None:
+    kv = block()
+    narrow = COMPACT.fitted(fit_compact([block(tokens=2000, seed=7)], widest=200))
+    assert narrow.encode(kv)[1] == FITTED
+    assert worst(there_and_back(narrow, kv), kv, narrow.bound(kv)) <= 1
+
+
+def test_float32_products_decode_what_bfloat16_ones_do(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them is faster depends on the CPU."""
+    kv = block()
+    ours = there_and_back(COMPACT.fitted(fit), kv)
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr("agentkv.codecs.compact_basis._product_dtype", lambda device, dtype=dtype: dtype)
+        codec = COMPACT.fitted(fit)
+        got = there_and_back(codec, kv)
+        assert worst(got, kv, codec.bound(kv)) <= 1
+        assert all(torch.allclose(a, b, atol=0.05) for a, b in zip(got.keys, ours.keys, strict=True))
+
+
 def test_fits_that_do_not_hold_together_are_refused(fit: Fit) -> None:
     with pytest.raises(ValueError, match="int8"):
         COMPACT.fitted(replace(fit, codec="int8"))
