@@ -85,3 +85,37 @@ def stream(
     from agentkv.bench.stream import bench_stream
 
     _run(bench_stream(policy, tokens, model, home, dtype, threads, quick), as_json)
+
+
+@app.command()
+def agents(
+    sessions: Annotated[int, typer.Option(help="Agents at work at the same time.")] = 64,
+    turns: Annotated[int, typer.Option(help="Turns of each.")] = 6,
+    device_budget: Annotated[float, typer.Option(help="Memory for live KV, in the longest session's worth.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of lengths, texts and gaps.")] = 0,
+    kinds: Annotated[int, typer.Option(help="Kinds of agents; those of one kind share system prompt and tools.")] = 4,
+    compression: Annotated[float, typer.Option(help="How much faster than real time the tools run.")] = 20,
+    traces: Annotated[
+        Path | None, typer.Option(help="Folder of OpenAI-format transcripts, replayed instead of made-up traffic.")
+    ] = None,
+    no_reuse: Annotated[bool, typer.Option("--no-reuse", help="Every turn computed from scratch.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Both, on the same traffic, with ratios.")] = False,
+    model: Model = "smollm2-135m",
+    home: Home = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and KV.")] = "bfloat16",
+    threads: Threads = None,
+    quick: Annotated[bool, typer.Option(help="16 sessions of 2 kinds, 3 turns: a smoke test, not a figure.")] = False,
+    as_json: Json = False,
+) -> None:
+    """First tokens of many agents that take turns, memory for a few of them; against a server without sessions."""
+    from agentkv.bench.agents import bench_agents
+    from agentkv.bench.traffic import Traffic
+
+    if quick:
+        sessions, turns, kinds = min(sessions, 16), min(turns, 3), min(kinds, 2)
+    traffic = Traffic(sessions=sessions, turns=turns, kinds=kinds, compression=compression, seed=seed)
+    servers: Any = "both" if compare else "scratch" if no_reuse else "sessions"
+    _run(
+        bench_agents(traffic, traces, device_budget, model, home, servers=servers, dtype=dtype, threads=threads),
+        as_json,
+    )

@@ -1,0 +1,241 @@
+"""`agentkv bench agents`: each figure against a count of its own, on a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from homes import chat_folder, opened, written
+from typer.testing import CliRunner
+
+from agentkv import AgentKV
+from agentkv.bench.agents import SessionServer, Work, measured, prepared
+from agentkv.bench.serving import Answer, serve
+from agentkv.bench.stateless import Stateless, ledger_lengths
+from agentkv.bench.traffic import Conversation, Traffic, Turn
+from agentkv.cli.main import app
+from agentkv.errors import InvalidRequest
+
+CONTEXT = 8192
+TRAFFIC = Traffic(
+    sessions=10, turns=4, kinds=2, head_tokens=100, result_median_tokens=40, result_most_tokens=120, answer_tokens=6,
+    compression=10_000,
+)  # fmt: skip
+TURNS = TRAFFIC.sessions * TRAFFIC.turns
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = chat_folder(tmp_path_factory.mktemp("models"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Work:
+    async def prepare() -> Work:
+        async with opened(tmp_path_factory.mktemp("home"), model) as kv:
+            return prepared(kv, TRAFFIC, None, 4)
+
+    return asyncio.run(prepare())
+
+
+class Watched(SessionServer):
+    """The real one; it remembers its agents and how many turns ran at once."""
+
+    def __init__(self, kv: AgentKV) -> None:
+        super().__init__(kv)
+        self.agents: list[Any] = []
+        self.most = self.now = 0
+
+    def agent(self, conversation: Conversation) -> Any:  # type: ignore[override]
+        real, server = super().agent(conversation), self
+        self.agents.append(real)
+
+        class Counting:
+            async def turn(self, turn: Turn) -> Answer:
+                server.now += 1
+                server.most = max(server.most, server.now)
+                try:
+                    return await real.turn(turn)
+                finally:
+                    server.now -= 1
+
+        return Counting()
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------
+
+
+async def test_reuse_is_what_database_and_engine_say(model: Path, work: Work, tmp_path: Path) -> None:
+    async with opened(tmp_path, model, device_budget=2 * work.budget) as kv:
+        server = Watched(kv)
+        figures = await measured(kv, server, work, TRAFFIC.in_flight)
+        sessions = [agent._session for agent in server.agents]
+        turns = [turn for s in sessions for turn in await kv.sessions.repository.turns(s.id) if turn.kind == "send"]
+        assert (figures["errors"], figures["turns"], len(turns)) == (0, TURNS, TURNS), figures
+        assert figures["known_tokens"] == sum(turn.span.start for turn in turns)
+        assert figures["reused_tokens"] == sum(turn.cached_tokens for turn in turns)
+        assert figures["reused_share"] == figures["reused_tokens"] / figures["known_tokens"] > 0.5
+        # All else was computed, and nothing twice: the last generated token of a turn is fed by the next.
+        fed = sum(turn.prompt_tokens - turn.cached_tokens + turn.completion_tokens - 1 for turn in turns)
+        assert figures["computed_tokens"] == fed
+        uncached = [turn for turn in turns if not turn.cached_tokens]
+        assert figures["heads_computed"] == len(uncached) >= TRAFFIC.kinds
+        assert figures["restores"] == {
+            source: sum(turn.restore["source"] == source for turn in turns if turn.restore)
+            for source in {turn.restore["source"] for turn in turns if turn.restore}
+        }
+
+
+async def test_bytes_are_those_of_the_tiers(model: Path, work: Work, tmp_path: Path) -> None:
+    async with opened(tmp_path, model, device_budget=2 * work.budget) as kv:
+        figures = await measured(kv, SessionServer(kv), work, TRAFFIC.in_flight)
+        await written(kv)
+        peak = figures["bytes_by_tier"]
+        files = sum(path.stat().st_size for path in (tmp_path / "blobs").rglob("*") if path.is_file())
+        assert files <= peak["disk"] <= 1.3 * files
+        live = [core.kv.nbytes for core in kv.sessions.cores() if core.kv is not None]
+        assert sum(live) <= peak["device"] <= 2 * work.budget
+        held = {name: n for core in kv.sessions.cores() for name, n in core.held.items()}
+        assert 0 < sum(held.values()) <= peak["host"] <= files
+
+
+async def test_memory_for_all_means_that_nothing_is_restored(model: Path, work: Work, tmp_path: Path) -> None:
+    async with opened(tmp_path, model, device_budget=20 * work.budget) as kv:
+        figures = await measured(kv, SessionServer(kv), work, TRAFFIC.in_flight)
+    later = TURNS - TRAFFIC.sessions
+    assert figures["restores"]["device"] == later and "host" not in figures["restores"]
+    assert figures["bytes_by_tier"]["host"] == 0
+
+
+# -- the control -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_without_sessions_says_the_same_and_computes_everything(
+    model: Path, work: Work, tmp_path: Path
+) -> None:
+    async with opened(tmp_path, model, device_budget=2 * work.budget) as kv:
+        sessions = Watched(kv)
+        ours = await measured(kv, sessions, work, TRAFFIC.in_flight)
+        stateless = Stateless(kv.model)
+        kept: list[Any] = []
+        make = stateless.agent
+        stateless.agent = lambda conversation: kept.append(make(conversation)) or kept[-1]  # type: ignore[method-assign]
+        theirs = await measured(kv, stateless, work, TRAFFIC.in_flight)
+        for a, b in zip(sessions.agents, kept, strict=True):
+            assert await a._session.token_ids() == b._rendered.ids
+    assert (theirs["reused_share"], theirs["restores"]) == (0.0, {"scratch": TURNS})
+    same = ("turns", "errors", "known_tokens", "prompt_tokens", "completion_tokens")
+    assert [theirs[name] for name in same] == [ours[name] for name in same]
+    assert theirs["computed_tokens"] == theirs["prompt_tokens"] + theirs["completion_tokens"] - TURNS
+    assert theirs["computed_tokens"] > 2 * ours["computed_tokens"]
+    assert 0 < theirs["bytes_by_tier"]["device"] <= work.budget
+    assert not stateless.states
+
+
+# -- places and waiting ------------------------------------------------------------------------------------------------
+
+
+async def test_no_more_turns_at_a_time_than_there_are_places(model: Path, work: Work, tmp_path: Path) -> None:
+    async with opened(tmp_path, model) as kv:
+        one, three = Watched(kv), Watched(kv)
+        alone = await measured(kv, one, work, 1)
+        await measured(kv, three, work, 3)
+    assert (one.most, three.most) == (1, 3)
+    # Waiting for the place is no part of the first token's time: that of all turns fits into the whole.
+    assert alone["ttft_sum_s"] < alone["total_s"]
+    assert alone["queue_p50_s"] > alone["ttft_p50_s"] > 0
+
+
+async def test_a_gap_is_waited_for(model: Path, work: Work, tmp_path: Path) -> None:
+    one = work.conversations[0]
+    slow = replace(one, turns=tuple(replace(turn, gap_seconds=0.4) for turn in one.turns))
+    async with opened(tmp_path, model) as kv:
+        served = await serve(SessionServer(kv), [slow], 1)
+    assert len(served.answers) == TRAFFIC.turns
+    assert served.seconds > 0.4 * TRAFFIC.turns
+
+
+async def test_refused_turns_are_errors_not_answers(model: Path, work: Work, tmp_path: Path) -> None:
+    async with opened(tmp_path, model, device_budget=1000) as kv:
+        served = await serve(SessionServer(kv), work.conversations[:2], 2)
+    assert served.answers == [] and served.queued == []
+    assert served.errors == {"CapacityExceeded": 2 * TRAFFIC.turns}
+    assert served.figures()["errors"] == 2 * TRAFFIC.turns
+
+
+# -- traffic for a model -----------------------------------------------------------------------------------------------
+
+
+async def test_the_budget_is_that_of_the_longest_ledger(model: Path, work: Work, tmp_path: Path) -> None:
+    async with opened(tmp_path, model) as kv:
+        server = Watched(kv)
+        await measured(kv, server, work, 4)
+        lengths = [len(await agent._session.token_ids()) for agent in server.agents]
+        # The model may end an answer with what the template would have written behind it.
+        assert work.longest - TRAFFIC.turns <= max(lengths) <= work.longest
+        layout = kv.model.layout
+        assert work.budget == 4 * layout.bytes_needed(None, work.longest, kv.model.context_limit)
+        assert layout.open(work.longest, kv.model.context_limit).nbytes * 4 == work.budget
+
+
+async def test_traffic_longer_than_the_context_is_refused(model: Path, tmp_path: Path) -> None:
+    async with opened(tmp_path, model) as kv:
+        with pytest.raises(InvalidRequest, match="fewer turns"):
+            prepared(kv, replace(TRAFFIC, turns=200), None, 4)
+
+
+async def test_transcripts_end_where_the_context_does(model: Path, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "x" * 3000}, {"role": "assistant", "content": "I see."}]
+    (tmp_path / "long.json").write_text(json.dumps({"messages": said * 5}))
+    async with opened(tmp_path / "home", model) as kv:
+        (one,) = prepared(kv, Traffic(sessions=1, turns=9), tmp_path, 1).conversations
+        assert 0 < len(one.turns) < 5
+        lengths = ledger_lengths(kv.model.tokenizer, replace(one, turns=(*one.turns, one.turns[-1])))
+        assert lengths[-2] <= CONTEXT < lengths[-1]
+        served = await serve(SessionServer(kv), [one], 1)
+        assert len(served.answers) == len(one.turns) and not served.errors
+
+
+async def test_recorded_tool_calls_are_answered(model: Path, tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
+    said = [
+        {"role": "system", "content": "You fix bugs."},
+        {"role": "user", "content": "Fix it."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a.py"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    (tmp_path / "calls.json").write_text(json.dumps(said))
+    async with opened(tmp_path / "home", model) as kv:
+        work = prepared(kv, Traffic(sessions=2, compression=1e6), tmp_path, 4)
+        server = Watched(kv)
+        served = await serve(server, work.conversations, 2)
+        assert len(served.answers) == 4 and not served.errors
+        kinds = [item.kind for item in await server.agents[0]._session.items()]
+    assert kinds == ["message", "message", "message", "tool_result", "message"]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_compares_both_on_one_line_of_json(model: Path, tmp_path: Path) -> None:
+    arguments = ["bench", "agents", "--model", str(model), "--home", str(tmp_path), "--dtype", "float32", "--json"]
+    ran = CliRunner().invoke(app, [*arguments, "--quick", "--compare", "--compression", "10000", "--seed", "3"])
+    assert ran.exit_code == 0, ran.output
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert (said["traffic"]["seed"], said["traffic"]["sessions"], said["traffic"]["turns"]) == (3, 16, 3)
+    assert (said["turns"], said["errors"], said["no_reuse"]["turns"]) == (48, 0, 48), said
+    assert said["reused_share"] > 0.8 and said["no_reuse"]["reused_share"] == 0
+    assert said["ratio_ttft_p50"] == pytest.approx(said["no_reuse"]["ttft_p50_s"] / said["ttft_p50_s"])
+    assert said["no_reuse"]["computed_tokens"] > 3 * said["computed_tokens"]
+    assert 0 < said["ttft_p50_s"] <= said["ttft_p95_s"] < said["total_s"]
+    assert said["bytes_by_tier"]["device"] <= said["device_budget_bytes"]
+    assert all(math.isfinite(value) for value in said.values() if isinstance(value, float))
