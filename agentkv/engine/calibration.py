@@ -29,7 +29,7 @@ from agentkv.engine.frozen import FEWEST_TOKENS, FrozenState
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.machine import machine
 from agentkv.engine.recall import NEEDLES, NeedleChat, answers, needle_chat, recalled
-from agentkv.engine.texts import Text, documentation, encoded, scored_text
+from agentkv.engine.texts import Text, encoded, fitted_texts, scored_text
 from agentkv.errors import EngineFailed, InvalidRequest
 from agentkv.models.gate import DEFAULT_MAX_KL, Calibration, CodecResult, TextFacts
 
@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 PREFIX_TOKENS, SCORED_TOKENS = 6000, 1024
 _SCORED_ROWS = 128
 """Tokens scored in one step: bounds the memory of logits."""
-_FIT_TOKENS = 4096
+_FIT_TOKENS = 3000
+"""Of each text that codecs are fitted on."""
 _CHAT_TOKENS = 1500
 _REFERENCE = "raw"
 
@@ -230,11 +231,19 @@ def _strongest(fit: Fit, score: Scorer, max_kl: float, say: Say) -> tuple[Fit | 
 
 
 def _fit_blocks(model: LoadedModel, say: Say) -> tuple[list[KVBlock], TextFacts]:
-    """KV of a text that is not scored, in chunks as the store cuts them, sinks and tail left out."""
-    text = documentation()
-    ids = encoded(text, model.tokenizer, min(_FIT_TOKENS, model.context_limit))
-    say(f"fitting on {len(ids):,} tokens of another text ({text.source})")
-    return _frozen(model, ids).chunks(), _facts(text, len(ids))
+    """KV of texts that are not scored, in chunks as the store cuts them, sinks and tails left out."""
+    head = Encoder(model.tokenizer).bos()
+    blocks, used, total = [], [], 0
+    for text in fitted_texts():
+        ids = [*head, *encoded(text, model.tokenizer)][: min(_FIT_TOKENS, model.context_limit)]
+        if len(ids) < FEWEST_TOKENS:
+            continue
+        say(f"fitting on {len(ids):,} tokens of another text ({text.source})")
+        blocks += _frozen(model, ids).chunks()
+        used.append(text)
+        total += len(ids)
+    joined = Text(", ".join(text.source for text in used), "\n\n".join(text.content for text in used))
+    return blocks, _facts(joined, total)
 
 
 def _frozen(model: LoadedModel, ids: Sequence[int]) -> FrozenState:

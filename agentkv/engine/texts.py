@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from blake3 import blake3
 from agentkv.engine.encode import Encoder
 from agentkv.errors import InvalidRequest
 
-__all__ = ["Text", "documentation", "encoded", "scored_text"]
+__all__ = ["Text", "documentation", "encoded", "fitted_texts", "scored_text"]
 
 _SHIPPED = Path(__file__).parent / "data" / "calibration.txt"
 # fmt: off
@@ -28,6 +30,7 @@ _DOCUMENTED = (
     "turtle", "typing", "unittest.case", "unittest.mock", "urllib.request", "uuid", "xml.dom.minidom", "zipfile",
 )
 # fmt: on
+_READ = ("textwrap", "statistics", "heapq", "csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,19 @@ def documentation() -> Text:
     return Text(f"reference of Python {sys.version_info.major}.{sys.version_info.minor}", "\n\n".join(topics.values()))
 
 
+@cache
+def fitted_texts() -> tuple[Text, ...]:
+    """What codecs are fitted on: Python's reference, its docstrings, its source, a table of its own as JSON.
+
+    Prose, code and data, as agents see them, in every Python, and never part of what is scored. Against the reference
+    alone a basis fitted to these is 4 % smaller on SmolLM2 at a little less KL.
+    """
+    table = [{"code": s.value, "name": s.name, "phrase": s.phrase, "text": s.description} for s in HTTPStatus]
+    source = "\n".join(filter(None, map(_source_of, _READ)))
+    texts = [documentation(), Text("docstrings", _docstrings()), Text("source", source)]
+    return (*texts, Text("JSON", json.dumps(table, indent=2)))
+
+
 def encoded(text: Text, tokenizer: Any, tokens: int | None = None) -> list[int]:
     """Its first ``tokens`` ids (``None``: all), control tokens in it as plain text, nothing added in front.
 
@@ -85,6 +101,14 @@ def encoded(text: Text, tokenizer: Any, tokens: int | None = None) -> list[int]:
 
 def _docstrings() -> str:
     return "\n\n".join(doc for name in _DOCUMENTED for doc in _docs_of(name))
+
+
+def _source_of(name: str) -> str:
+    """Empty where Python comes without its sources."""
+    try:
+        return inspect.getsource(import_module(name))
+    except (ImportError, OSError):
+        return ""
 
 
 def _docs_of(name: str) -> Sequence[str]:

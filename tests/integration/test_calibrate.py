@@ -22,7 +22,7 @@ from agentkv.engine.direct import prefill
 from agentkv.engine.frozen import FrozenState
 from agentkv.engine.loading import LoadedModel, load
 from agentkv.engine.recall import NEEDLES, needle_chat, recalled
-from agentkv.engine.texts import documentation, encoded, scored_text
+from agentkv.engine.texts import encoded, fitted_texts, scored_text
 from agentkv.errors import EngineFailed, InvalidRequest
 from agentkv.models import resolve
 from agentkv.models.calibrations import load_calibration
@@ -82,8 +82,8 @@ def test_the_report_says_what_was_fed_and_where(report: Any, model: LoadedModel)
     assert facts.kv_fingerprint == model.fingerprints.kv
     assert facts.text.source == "shipped"
     assert facts.text.digest == scored_text().digest
-    assert facts.fit_text.source != facts.text.source
-    assert facts.fit_text.digest == documentation().digest
+    assert facts.fit_text.source.split(", ") == [text.source for text in fitted_texts()]
+    assert facts.fit_text.tokens == 4 * CONTEXT
     assert {fit.digest for fit in report.fits} == {row.fit for row in facts.codecs if row.fit}
 
 
@@ -222,7 +222,9 @@ def test_the_shipped_text_is_long_enough_and_nothing_is_said_twice(smollm2_path:
     assert len(ids) >= 7100
     windows = [tuple(ids[i : i + 40]) for i in range(len(ids) - 40)]
     assert len(set(windows)) == len(windows)
-    assert text[:200] not in documentation().content
+    fitted = "".join(it.content for it in fitted_texts())
+    lines = [line for line in text.splitlines() if len(line) > 60]
+    assert not [line for line in lines if line in fitted], "scored what a fit has seen"
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
