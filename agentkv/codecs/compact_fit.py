@@ -21,8 +21,8 @@ Sensitivity = Mapping[int, tuple["Tensor", "Tensor"]]
 _KEY_SHARE, _VALUE_SHARE = 0.25, 0.35
 """Steps as shares of a layer's rms around its means, as without a fit."""
 
-_EXPECTED_KL = 0.003
-"""Nats a token that steps of 1 cost by the sensitivities: what a calibration starts from."""
+_EXPECTED_KL = 0.0005
+"""Nats a token that steps of 1 cost by the sensitivities: so little that a calibration can begin there."""
 
 _WIDEST = 512
 """Numbers a bundle. Decoding is a product with a square matrix of this side: wider is smaller and slower."""

@@ -8,6 +8,7 @@ the KV that a lossy codec sees: a prefix whose end, which is attended to most, i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def _gradients(
 ) -> Mapping[int, tuple[Tensor, Tensor]]:
     """Of the log-probability of drawn tokens: ``[Hkv, T, D]`` of keys and of values, by layer; T tokens are stored."""
     cache: Any = DynamicCache(config=model.config)
-    name = "cache" if "cache" in model.forward.__annotations__ else "past_key_values"
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     row = torch.tensor([list(ids)], device=model.device)
     prefix = len(ids) - scored
     with torch.no_grad():
