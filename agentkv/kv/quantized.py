@@ -183,7 +183,7 @@ class QuantizedKV(PlacedKV):
 
     def _segment(self, span: Span, run: int, position: int) -> Segment:
         blocks = [self.inner.read(index, span) for index in self._layout.full]
-        if span.stop <= self._layout.sink_tokens:
+        if not run:
             return Segment(span, tuple(cloned(block) for block in blocks))
 
         def angles(rotation: Rotation) -> tuple[Tensor, Tensor]:
@@ -429,20 +429,26 @@ class QuantizedLayout(QuantizedStepping):
             self.closed.popleft().close()
 
     def groups(self, span: Span) -> Iterator[tuple[Span, int]]:
-        """``span``, at consecutive positions, as it is quantised: spans, and how many tokens share a grid of keys."""
-        size = self.format.group_tokens
-        sinks = span.intersect(Span(0, self.sink_tokens))
-        if len(sinks):
-            yield sinks, len(sinks)
-            span = Span(sinks.stop, span.stop)
-        first = min(span.stop, -(-span.start // size) * size)
-        last = max(first, span.stop // size * size)
-        if span.start < first:
-            yield Span(span.start, first), first - span.start
-        for body in Span(first, last).split(self.format.segment_tokens):
-            yield body, size
-        if last < span.stop:
-            yield Span(last, span.stop), span.stop - last
+        """``span``, at consecutive positions: spans, and how many tokens share a grid of keys; 0: it is held exactly.
+
+        Only whole groups are quantised. What evictions left of one may have been quantised with the rest of it before
+        it was stored and restored: a grid of its own would be off by another half a step.
+        """
+        size, sinks = self.format.group_tokens, self.sink_tokens
+        at = span.start
+        while at < span.stop:
+            group = Span(max(at // size * size, sinks), (at // size + 1) * size)
+            if at < sinks:
+                stop, run = min(sinks, span.stop), 0
+            elif at > group.start or group.stop > span.stop:
+                stop, run = min(group.stop, span.stop), 0
+            elif len(group) < size:
+                stop, run = group.stop, len(group)
+            else:
+                block = self.format.segment_tokens
+                stop, run = min(span.stop // size * size, (at // block + 1) * block), size
+            yield Span(at, stop), run
+            at = stop
 
     def opened(self, tokens: int) -> PlacedKV:
         """An empty inner state that will hold so many tokens at first."""

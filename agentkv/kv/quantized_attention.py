@@ -50,13 +50,13 @@ def over(
     """
     heads, tokens, dim = queries.shape
     kv_heads = keys.shape[0]
-    folded = queries.reshape(kv_heads, -1, dim)
+    folded = queries.reshape(kv_heads, heads // kv_heads * tokens, dim)
     if queries.device.type == "cpu" and traits.softcap is None and keys.shape[2] == values.shape[2]:
         mask = None if reach is None else reach.folded_mask(heads // kv_heads)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         out, lse = flash(folded[None], keys[None], values[None], attn_mask=mask, scale=traits.scaling)
-        return out.reshape(heads, tokens, -1).to(lse.dtype), lse.reshape(heads, tokens, 1)
-    scores = torch.matmul(folded, keys.transpose(1, 2)).view(heads, tokens, -1) * traits.scaling
+        return out.reshape(heads, tokens, values.shape[2]).to(lse.dtype), lse.reshape(heads, tokens, 1)
+    scores = torch.matmul(folded, keys.transpose(1, 2)).view(heads, tokens, keys.shape[1]) * traits.scaling
     if traits.softcap is not None:
         scores = traits.softcap * torch.tanh(scores / traits.softcap)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -64,5 +64,5 @@ def over(
         scores = scores + reach.mask
     lse = torch.logsumexp(scores, -1, keepdim=True)
     weights = torch.exp(scores - lse).to(values.dtype)
-    out = torch.matmul(weights.view(kv_heads, -1, keys.shape[1]), values)
-    return out.view(heads, tokens, -1).to(lse.dtype), lse
+    out = torch.matmul(weights.view(kv_heads, folded.shape[1], keys.shape[1]), values)
+    return out.view(heads, tokens, values.shape[2]).to(lse.dtype), lse

@@ -56,8 +56,9 @@ _INDICES = 2**15
 class Format:
     """How tokens are quantised: ``bits`` of a code, 8 or 4; ``group_tokens`` that share a channel's grid of keys.
 
-    Groups start at whole multiples of ``group_tokens`` in the ledger. Segments of them grow together up to
-    ``segment_tokens``, and attention expands so many at a time: on SmolLM2 512 float32 keys stay in a core's cache.
+    Groups start at whole multiples of ``group_tokens`` in the ledger. Segments of them grow together between whole
+    multiples of ``segment_tokens``, and attention expands so many at a time: whatever a state has been through, its
+    parts are the same, and so are their bits. On SmolLM2 512 float32 keys stay in a core's cache.
     """
 
     bits: int

@@ -270,7 +270,8 @@ def _joins(a: Segment, b: Segment) -> bool:
     if not (isinstance(part, Codes) and b.lossy and a.span.stop == b.span.start):
         return False
     whole = a.run == b.run == part.fmt.group_tokens
-    return whole and len(a.span) <= len(b.span) and len(a.span) + len(b.span) <= part.fmt.segment_tokens
+    size = part.fmt.segment_tokens
+    return whole and len(a.span) <= len(b.span) and a.span.start // size == b.span.start // size
 
 
 def _joined(a: Codes, b: Codes) -> Codes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -51,15 +52,9 @@ class Piece:
 
 
 def chunks(pieces: Sequence[Piece], tokens: int) -> Iterator[list[Piece]]:
-    """``pieces``, in order, as many together as ``tokens`` allow."""
-    chunk: list[Piece] = []
-    for piece in pieces:
-        if chunk and sum(p.tokens for p in chunk) + piece.tokens > tokens:
-            yield chunk
-            chunk = []
-        chunk.append(piece)
-    if chunk:
-        yield chunk
+    """``pieces``, in order, in those that lie between the same multiples of ``tokens`` in the ledger."""
+    for _, chunk in groupby(pieces, lambda piece: piece.segment.span.start // tokens):
+        yield list(chunk)
 
 
 class _GroupShare(Protocol):

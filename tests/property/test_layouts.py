@@ -21,7 +21,7 @@ from agentkv.kv.paged import PagedKV, PagedLayout
 from agentkv.kv.paged_pool import PagePool
 from agentkv.kv.paged_step import Turns
 from agentkv.kv.paged_table import PageTable
-from agentkv.kv.quantized import QuantizedKV, QuantizedLayout
+from agentkv.kv.quantized import QuantizedLayout
 from agentkv.kv.quantized_grids import Format
 from agentkv.kv.quantized_segments import Segment
 from agentkv.kv.quantized_step import Piece
@@ -205,35 +205,6 @@ class MovesSinksWithTheRest(QuantizedLayout):
         super().expand(layer, [replace(p, deltas=()) for p in pieces], *out)
 
 
-class QuantisesAnew(QuantizedKV):
-    def _age(self) -> None:
-        """All of it whenever something is due, from what came out the last time."""
-        layout = self._layout
-        if self.frontier and self._edge() > self.frontier:
-            parts = [(run, self.read(0, run)) for run in self.visible(0)]
-            inner = layout.opened(self.length)
-            frontier, self.frontier = self.frontier, 0
-            inner.place(self._near(self.placement))
-            for run, block in parts:
-                into = inner.target(0, run)
-                for name in ("keys", "values"):
-                    for a, b in zip(getattr(block, name), getattr(into, name), strict=True):
-                        b.copy_(a + 0.05 * (run.start < frontier))
-            for index in (1, 2):
-                for run in self.inner.visible(index):
-                    block, into = self.inner.read(index, run), inner.target(index, run)
-                    for a, b in zip((*block.keys, *block.values), (*into.keys, *into.values), strict=True):
-                        b.copy_(a)
-            inner.restored(self._ids)
-            self.inner, self.segments = inner, ()
-        super()._age()
-
-
-class Requantising(QuantizedLayout):
-    def open(self, tokens: int = 0, limit: int | None = None) -> QuantizedKV:
-        return QuantisesAnew(self, min(tokens, 24))
-
-
 class FetchesIntoOneBuffer(Prefetcher):
     def _of(self, layer: int) -> Any:
         return self._buffers[0]
@@ -277,7 +248,7 @@ CONTROLS = (
     }
     | {
         kind.__name__: quantized(8, DynamicLayout, kind)
-        for kind in (SeesOlderTokensTooFarOn, DropsTheZero, MovesSinksWithTheRest, Requantising)
+        for kind in (SeesOlderTokensTooFarOn, DropsTheZero, MovesSinksWithTheRest)
     }
 )
 
