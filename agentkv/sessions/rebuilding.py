@@ -156,21 +156,22 @@ def _found(
     held = record.held
     found: list[tuple[ChunkHeader, Span]] = []
     while (at := _hole(record, manifest, [span for _, span in found])) is not None:
-        limit = min(span.stop for span in held.kept if span.stop > at)
-        limit = min([limit, *(s.span.start for s in manifest.segments if s.span.start > at)])
+        taken = [*(segment.span for segment in manifest.segments), *(span for _, span in found)]
+        before = max((span.stop for span in taken if span.stop <= at), default=0)
+        after = min((span.start for span in taken if span.start > at), default=record.kv_length)
         fits = (
             header
             for header in spare.covering(at)
             if header.tenant == digest
             and header.kv_fingerprint == record.kv_fingerprint
             and header.position_base == held.position_of(header.start)
-            and _is_of(header, ledger, min(header.stop, limit))
+            and _is_of(header, ledger, min(header.stop, after))
             and _may_serve(header, record, salt)
         )
         if (header := next(fits, None)) is None:
             return (found, at) if record.placement is None else ([], 0)
-        found.append((header, Span(at, min(header.stop, limit))))
-    return found, record.kv_length
+        found.append((header, header.span.intersect(Span(before, after))))
+    return sorted(found, key=lambda pair: pair[1]), record.kv_length
 
 
 def _is_of(header: ChunkHeader, ledger: array[int], stop: int) -> bool:

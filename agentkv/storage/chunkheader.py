@@ -88,7 +88,8 @@ class ChunkHeader(_Strict):
     """A chunk file's JSON header. Valid by construction: spans nest, parts tile the payload, every token has its id.
 
     ``codec`` is the one that the chunk was written with; single parts of it may be stored losslessly (sinks, sliding
-    windows). ``ancestors``: lossy codecs that the numbers had gone through before.
+    windows). ``ancestors``: lossy codecs that the numbers had gone through before. Without parts it holds nothing that
+    is needed: all layers see a window only, and it lies before those of its resume points.
     """
 
     format: Literal[2]
@@ -107,7 +108,7 @@ class ChunkHeader(_Strict):
     ids: Annotated[str, Field(max_length=4 * (4 * MAX_CHUNK_TOKENS // 3 + 1))]
     lineage: _Text
     resume_points: Annotated[tuple[_Count, ...], Field(max_length=MAX_CHUNK_TOKENS)]
-    parts: Annotated[tuple[PartEntry, ...], Field(min_length=1, max_length=4096)]
+    parts: Annotated[tuple[PartEntry, ...], Field(max_length=4096)]
 
     _chunk_id: str = PrivateAttr("")
 

@@ -32,6 +32,7 @@ POINTS = {
     "suspend.flushed": (1,),
     "suspend.end": (1, 2),
     "restore.before_read": (1, 2),
+    "gc.before_delete": (1, 2),
     "gc.before_forget": (1,),
     "blob.before_write": (1,),
     "blob.mid_write": (2,),
