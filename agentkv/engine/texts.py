@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -100,7 +101,10 @@ def encoded(text: Text, tokenizer: Any, tokens: int | None = None) -> list[int]:
 
 
 def _docstrings() -> str:
-    return "\n\n".join(doc for name in _DOCUMENTED for doc in _docs_of(name))
+    with warnings.catch_warnings():
+        # Looking at a module's members touches what it deprecates.
+        warnings.simplefilter("ignore")
+        return "\n\n".join(doc for name in _DOCUMENTED for doc in _docs_of(name))
 
 
 def _source_of(name: str) -> str:

@@ -22,7 +22,7 @@ from agentkv.engine.direct import prefill
 from agentkv.engine.frozen import FrozenState
 from agentkv.engine.loading import LoadedModel, load
 from agentkv.engine.recall import NEEDLES, needle_chat, recalled
-from agentkv.engine.texts import encoded, fitted_texts, scored_text
+from agentkv.engine.texts import documentation, encoded, fitted_texts, scored_text
 from agentkv.errors import EngineFailed, InvalidRequest
 from agentkv.models import resolve
 from agentkv.models.calibrations import load_calibration
@@ -225,6 +225,18 @@ def test_the_shipped_text_is_long_enough_and_nothing_is_said_twice(smollm2_path:
     fitted = "".join(it.content for it in fitted_texts())
     lines = [line for line in text.splitlines() if len(line) > 60]
     assert not [line for line in lines if line in fitted], "scored what a fit has seen"
+
+
+def test_a_python_without_its_reference_has_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    documentation.cache_clear()
+    try:
+        fallback = documentation()
+    finally:
+        documentation.cache_clear()
+    assert fallback.source.startswith("docstrings of Python")
+    assert len(fallback.content) > 200_000
+    assert "priority queue" in fallback.content
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
