@@ -45,7 +45,8 @@ def calibrate(
         from agentkv.cli.plot import check_plotting
 
         check_plotting(plot)
-    settings = settings_from(home=home, model=model, max_kl=max_kl, device=device, dtype=dtype)
+    # A lossy live layout would be part of what every codec is compared with.
+    settings = settings_from(home=home, model=model, max_kl=max_kl, device=device, dtype=dtype, layout="auto")
     local = pull_shown(model, settings)
 
     from agentkv.engine.calibration import calibrate as measure
