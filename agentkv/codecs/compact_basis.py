@@ -63,13 +63,17 @@ class Bundles:
     def numbers(self, layer: int, symbols: Tensor, escapes: Escapes | None) -> tuple[Tensor, Tensor]:
         """The way back from ``symbols [rows, T]`` int8.
 
-        Symbols are whole in bfloat16 too; a product rounded to it is off by far less than a step.
+        Symbols are whole in bfloat16 too; a product rounded to it is off by far less than a step. Components that vary
+        least come last and are often nothing but zeros, which the product leaves out.
         """
         import torch
 
         basis = self.basis[layer]
         bundles, components, _ = basis.shape
-        back = torch.bmm(symbols.view(bundles, components, -1).to(basis.dtype).transpose(1, 2), basis).float()
+        symbols = symbols.view(bundles, components, -1)
+        words = symbols.view(torch.int64) if symbols.shape[2] % 8 == 0 else symbols
+        used = _last(words.any(2).any(0))
+        back = torch.bmm(symbols[:, :used].to(basis.dtype).transpose(1, 2), basis[:, :used]).float()
         if escapes is not None:
             bundle, component = escapes.rows // components, escapes.rows % components
             for start in range(0, len(bundle), _ESCAPES_AT_ONCE):
@@ -165,6 +169,12 @@ class Basis:
 
     def _columns(self, layers: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(self._layers[layer] for layer in layers), strict=True)
+
+
+def _last(used: Tensor) -> int:
+    """How many to take so that all that are true in ``used`` are among them."""
+    places = used.nonzero()
+    return int(places[-1]) + 1 if len(places) else 0
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import struct
 import tracemalloc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import zstandard
 from torch import Tensor
+from transformers import DynamicCache, Qwen2Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from agentkv.codecs import CODECS, Codecs, Fit, KVBlock, MissingFit
 from agentkv.codecs.compact import Compact
@@ -122,6 +127,63 @@ def test_means_of_any_size_cost_nothing(mean: float) -> None:
     kv = shifted(plain, mean)
     assert worst(there_and_back(COMPACT, kv), kv, COMPACT.bound(plain)) < 1.5
     assert len(COMPACT.encode(kv)) < 1.03 * len(COMPACT.encode(plain))
+
+
+@torch.no_grad()
+def test_key_biases_of_norm_600_cost_no_quality() -> None:
+    """A model as Qwen2 is made, its biases in the edge layers, its distributions far from flat."""
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    draw = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            spread = {"embed": 1.5, "lm_he": 0.4}.get(name.removeprefix("model.")[:5], 0.04)
+            weight.copy_(torch.randn(weight.shape, generator=draw) * spread)
+    for layer in (0, 3):
+        bias = model.model.layers[layer].self_attn.k_proj.bias
+        direction = torch.randn(bias.shape, generator=draw)
+        bias.copy_(600 * direction / direction.norm())
+    ids = torch.randint(1, 512, (1, 640), generator=draw)
+    prefix, tokens = 512, 256
+    rotation = Rotation(tuple(config.rope_parameters["rope_theta"] ** (-i / 16) for i in range(16)))
+
+    def after(change: Callable[[KVBlock], KVBlock]) -> Tensor:
+        cache: Any = DynamicCache(config=config)
+        given = {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+        model(input_ids=ids[:, :prefix], **given)
+        assert cache.layers[0].keys.norm(dim=3).mean() > 300
+        for start in (16, 16 + tokens - 64):
+            span = slice(start, start + 192)
+            keys, values = zip(*((c.keys[0, :, span], c.values[0, :, span]) for c in cache.layers), strict=True)
+            got = change(KVBlock(keys, values, (0, 1, 2, 3), (rotation,) * 4, start))
+            for to_key, to_value, key, value in zip(keys, values, got.keys, got.values, strict=True):
+                to_key.copy_(key)
+                to_value.copy_(value)
+        return model(input_ids=ids[:, prefix:], **given).logits[0].log_softmax(-1)
+
+    def divergence(change: Callable[[KVBlock], KVBlock]) -> float:
+        return float((exact.exp() * (exact - after(change))).sum(-1).mean())
+
+    exact = after(lambda kv: kv)
+    assert -(exact.exp() * exact).sum(-1).mean() < 3, "flat distributions hide everything: these have 3 of 6.2 nats"
+    assert divergence(lambda kv: there_and_back(COMPACT, kv)) < 0.005
+
+    def four_bits_a_token(kv: KVBlock) -> KVBlock:
+        def side(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            steps = [t.abs().amax(2, keepdim=True) / 7 for t in tensors]
+            return tuple((t / s).round() * s for t, s in zip(tensors, steps, strict=True))
+
+        return replace(kv, keys=side(kv.keys), values=side(kv.values))
+
+    assert divergence(four_bits_a_token) > 0.05, "the control: post-RoPE keys, a step for each token"
 
 
 def test_outliers_escape() -> None:
