@@ -27,7 +27,7 @@ from agentkv.rope import Rotation, angles, turn
 from agentkv.types import KVGeometry
 
 if TYPE_CHECKING:
-    from agentkv.kv.quantized import QuantizedKV
+    from agentkv.kv.quantized_state import QuantizedKV
 
 __all__ = ["Piece", "QuantizedPlan", "QuantizedStepping", "chunks"]
 
