@@ -29,6 +29,7 @@ from agentkv.engine.frozen import FEWEST_TOKENS, FrozenState
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.machine import machine
 from agentkv.engine.recall import NEEDLES, NeedleChat, answers, needle_chat, recalled
+from agentkv.engine.sensitivity import kv_sensitivity
 from agentkv.engine.texts import Text, encoded, fitted_texts, scored_text
 from agentkv.errors import EngineFailed, InvalidRequest
 from agentkv.models.gate import DEFAULT_MAX_KL, Calibration, CodecResult, TextFacts
@@ -42,6 +43,7 @@ _SCORED_ROWS = 128
 """Tokens scored in one step: bounds the memory of logits."""
 _FIT_TOKENS = 3000
 """Of each text that codecs are fitted on."""
+_SENSITIVITY_TOKENS, _SENSITIVITY_TEXTS = 2560, 2
 _CHAT_TOKENS = 1500
 _REFERENCE = "raw"
 
@@ -92,8 +94,9 @@ def calibrate(
     fit_text = None
     if fitters := [name for name in names if name in FITTERS]:
         blocks, fit_text = _fit_blocks(model, say)
+        matters = _sensitivity(model, say)
         for name in fitters:
-            fit, found = _strongest(FITTERS[name](blocks), score, max_kl, say)
+            fit, found = _strongest(FITTERS[name](blocks, matters), score, max_kl, say)
             if fit is not None and found:
                 best = found[-1].model_copy(update={"codec": f"{name}+basis"})
                 results += _with_recall(best, CODECS.get(name).fitted(fit), asked)
@@ -244,6 +247,20 @@ def _fit_blocks(model: LoadedModel, say: Say) -> tuple[list[KVBlock], TextFacts]
         total += len(ids)
     joined = Text(", ".join(text.source for text in used), "\n\n".join(text.content for text in used))
     return blocks, _facts(joined, total)
+
+
+def _sensitivity(model: LoadedModel, say: Say) -> dict[int, tuple[Tensor, Tensor]] | None:
+    """What an error in each head costs, measured on two of the texts that fits are made of; ``None`` where they are
+    too short for it."""
+    head = Encoder(model.tokenizer).bos()
+    texts = [[*head, *encoded(text, model.tokenizer)] for text in fitted_texts()]
+    size = min(_SENSITIVITY_TOKENS, model.context_limit)
+    rows = [ids[:size] for ids in texts if len(ids) >= size][:_SENSITIVITY_TEXTS]
+    if not rows or size < FEWEST_TOKENS:
+        return None
+    say(f"measuring what each head matters to {size // 5:,} tokens after {size - size // 5:,} stored ones")
+    adapter = model.adapter
+    return kv_sensitivity(model.path, rows, size // 5, device=adapter.device, dtype=adapter.model.dtype)
 
 
 def _frozen(model: LoadedModel, ids: Sequence[int]) -> FrozenState:

@@ -12,12 +12,15 @@ from types import MappingProxyType
 from blake3 import blake3
 
 from agentkv.codecs import Fit, KVBlock
-from agentkv.codecs.compact_fit import fit_compact
+from agentkv.codecs.compact_fit import Sensitivity, fit_compact
 
 __all__ = ["FITTERS", "coarser", "steps_to_try"]
 
-FITTERS: Mapping[str, Callable[[Sequence[KVBlock]], Fit]] = MappingProxyType({"compact": fit_compact})
-"""By codec, what makes a fit of KV blocks that know their layers. Its basis is in steps of 1."""
+FITTERS: Mapping[str, Callable[[Sequence[KVBlock], Sensitivity | None], Fit]] = MappingProxyType(
+    {"compact": fit_compact}
+)
+"""By codec, what makes a fit of KV blocks that know their layers, and of what each head matters. Its basis is in steps
+of 1."""
 
 _OCTAVES = (0.0, 1.0, 2.0, 3.0)
 _HALVINGS = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ _CPU_JOINT = 32
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to serve: adapter, layout, engine (not started), tokenizer where it has one."""
+    """A model ready to serve: adapter, layout, engine (not started), tokenizer where it has one; ``path`` of its folder."""
 
     name: str
+    path: Path
     adapter: ModelAdapter
     layout: Layout[Any]
     engine: Engine
@@ -95,6 +97,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
     tokenizer = _tokenizer(local)
     return LoadedModel(
         name=local.name,
+        path=local.path,
         adapter=adapter,
         layout=layout,
         engine=Engine(
