@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from agentkv.bench.stateless import Stateless, ledger_lengths
 from agentkv.bench.traffic import Conversation, Traffic, Turn
 from agentkv.cli.main import app
 from agentkv.errors import InvalidRequest
+from agentkv.sessions.db.records import TurnRecord
 
 CONTEXT = 8192
 TRAFFIC = Traffic(
-    sessions=10, turns=4, kinds=2, head_tokens=100, result_median_tokens=40, result_most_tokens=120, answer_tokens=6,
+    sessions=8, turns=3, kinds=2, head_tokens=100, result_median_tokens=40, result_most_tokens=120, answer_tokens=6,
     compression=10_000,
 )  # fmt: skip
 TURNS = TRAFFIC.sessions * TRAFFIC.turns
@@ -73,38 +75,103 @@ class Watched(SessionServer):
 # -- what is counted ---------------------------------------------------------------------------------------------------
 
 
-async def test_reuse_is_what_database_and_engine_say(model: Path, work: Work, tmp_path: Path) -> None:
-    async with opened(tmp_path, model, device_budget=2 * work.budget) as kv:
-        server = Watched(kv)
-        figures = await measured(kv, server, work, TRAFFIC.in_flight)
-        sessions = [agent._session for agent in server.agents]
-        turns = [turn for s in sessions for turn in await kv.sessions.repository.turns(s.id) if turn.kind == "send"]
-        assert (figures["errors"], figures["turns"], len(turns)) == (0, TURNS, TURNS), figures
-        assert figures["known_tokens"] == sum(turn.span.start for turn in turns)
-        assert figures["reused_tokens"] == sum(turn.cached_tokens for turn in turns)
-        assert figures["reused_share"] == figures["reused_tokens"] / figures["known_tokens"] > 0.5
-        # All else was computed, and nothing twice: the last generated token of a turn is fed by the next.
-        fed = sum(turn.prompt_tokens - turn.cached_tokens + turn.completion_tokens - 1 for turn in turns)
-        assert figures["computed_tokens"] == fed
-        uncached = [turn for turn in turns if not turn.cached_tokens]
-        assert figures["heads_computed"] == len(uncached) >= TRAFFIC.kinds
-        assert figures["restores"] == {
-            source: sum(turn.restore["source"] == source for turn in turns if turn.restore)
-            for source in {turn.restore["source"] for turn in turns if turn.restore}
-        }
+@dataclass(frozen=True)
+class Ran:
+    """The same traffic on sessions, then on a server without them, and what is found there afterwards.
+
+    ``turns``: the database's, those that generated. ``live``, ``held``, ``files``: bytes of live KV, of chunks in host
+    memory and of chunk files. ``scratch_ledgers``: the conversations as the other server's agents hold them.
+    """
+
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+    turns: list[TurnRecord]
+    ledgers: list[list[int]]
+    scratch_ledgers: list[list[int]]
+    live: int
+    held: int
+    files: int
+    left: int
 
 
-async def test_bytes_are_those_of_the_tiers(model: Path, work: Work, tmp_path: Path) -> None:
-    async with opened(tmp_path, model, device_budget=2 * work.budget) as kv:
-        figures = await measured(kv, SessionServer(kv), work, TRAFFIC.in_flight)
-        await written(kv)
-        peak = figures["bytes_by_tier"]
-        files = sum(path.stat().st_size for path in (tmp_path / "blobs").rglob("*") if path.is_file())
-        assert files <= peak["disk"] <= 1.3 * files
-        live = [core.kv.nbytes for core in kv.sessions.cores() if core.kv is not None]
-        assert sum(live) <= peak["device"] <= 2 * work.budget
-        held = {name: n for core in kv.sessions.cores() for name, n in core.held.items()}
-        assert 0 < sum(held.values()) <= peak["host"] <= files
+@pytest.fixture(scope="module")
+def ran(model: Path, work: Work, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    home = tmp_path_factory.mktemp("ran")
+
+    async def run() -> Ran:
+        async with opened(home, model, device_budget=2 * work.budget) as kv:
+            server = Watched(kv)
+            ours = await measured(kv, server, work, TRAFFIC.in_flight)
+            await written(kv)
+            sessions = [agent._session for agent in server.agents]
+            turns = [turn for s in sessions for turn in await kv.sessions.repository.turns(s.id) if turn.kind == "send"]
+            ledgers = [await s.token_ids() for s in sessions]
+            cores = kv.sessions.cores()
+            live = sum(core.kv.nbytes for core in cores if core.kv is not None)
+            held = {name: nbytes for core in cores for name, nbytes in core.held.items()}
+            files = sum(path.stat().st_size for path in (home / "blobs").rglob("*") if path.is_file())
+
+            stateless, kept = Stateless(kv.model), []
+            make = stateless.agent
+            stateless.agent = lambda conversation: kept.append(make(conversation)) or kept[-1]  # type: ignore
+            theirs = await measured(kv, stateless, work, TRAFFIC.in_flight)
+            scratch = [list(agent._rendered.ids) for agent in kept]
+            left = len(stateless.states)
+            return Ran(ours, theirs, turns, ledgers, scratch, live, sum(held.values()), files, left)
+
+    return asyncio.run(run())
+
+
+def test_every_turn_is_answered(ran: Ran) -> None:
+    for figures in (ran.ours, ran.theirs):
+        assert (figures["turns"], figures["errors"], figures["fallbacks"]) == (TURNS, 0, {}), figures
+        assert figures["completion_tokens"] == TURNS * TRAFFIC.answer_tokens
+        assert 0 < figures["ttft_p50_s"] <= figures["ttft_p95_s"] <= figures["ttft_sum_s"]
+    assert len(ran.turns) == TURNS
+
+
+def test_reuse_is_what_database_and_engine_say(ran: Ran) -> None:
+    ours, turns = ran.ours, ran.turns
+    assert ours["known_tokens"] == sum(turn.span.start for turn in turns)
+    assert ours["reused_tokens"] == sum(turn.cached_tokens for turn in turns)
+    assert ours["reused_share"] == ours["reused_tokens"] / ours["known_tokens"] > 0.5
+    # All else was computed, and nothing twice: the last generated token of a turn is fed by the next.
+    assert ours["computed_tokens"] == sum(t.prompt_tokens - t.cached_tokens + t.completion_tokens - 1 for t in turns)
+    assert ours["heads_computed"] == sum(not turn.cached_tokens for turn in turns) >= TRAFFIC.kinds
+
+
+def test_restores_are_those_of_the_turns_and_pressure_moved_sessions(ran: Ran) -> None:
+    sources = Counter(turn.restore["source"] for turn in ran.turns if turn.restore)
+    assert ran.ours["restores"] == sources
+    assert sources["host"] + sources["disk"] > 0
+
+
+def test_bytes_are_those_of_the_tiers(ran: Ran, work: Work) -> None:
+    peak = ran.ours["bytes_by_tier"]
+    assert ran.files <= peak["disk"] <= 1.3 * ran.files
+    assert 0 < ran.live <= peak["device"] <= 2 * work.budget
+    assert 0 < ran.held <= peak["host"] <= ran.files
+
+
+def test_the_budget_is_that_of_the_longest_ledger(ran: Ran, work: Work, model: Path, tmp_path: Path) -> None:
+    # The model may end an answer with what the template would have written behind it.
+    assert work.longest - TRAFFIC.turns <= max(map(len, ran.ledgers)) <= work.longest
+    member = json.loads((model / "config.json").read_text())
+    heads, dim = member["num_key_value_heads"], member["head_dim"]
+    a_token = 2 * member["num_hidden_layers"] * heads * dim * 4  # keys and values, float32
+    assert 4 * work.longest * a_token <= work.budget <= 4 * (work.longest + 64) * a_token
+
+
+def test_a_server_without_sessions_says_the_same_and_computes_everything(ran: Ran, work: Work) -> None:
+    ours, theirs = ran.ours, ran.theirs
+    assert ran.scratch_ledgers == ran.ledgers
+    assert (theirs["reused_share"], theirs["restores"]) == (0.0, {"scratch": TURNS})
+    same = ("turns", "errors", "known_tokens", "prompt_tokens", "completion_tokens")
+    assert [theirs[name] for name in same] == [ours[name] for name in same]
+    assert theirs["computed_tokens"] == theirs["prompt_tokens"] + theirs["completion_tokens"] - TURNS
+    assert theirs["computed_tokens"] > 2 * ours["computed_tokens"]
+    assert 0 < theirs["bytes_by_tier"]["device"] <= work.budget
+    assert ran.left == 0
 
 
 async def test_memory_for_all_means_that_nothing_is_restored(model: Path, work: Work, tmp_path: Path) -> None:
@@ -113,31 +180,6 @@ async def test_memory_for_all_means_that_nothing_is_restored(model: Path, work: 
     later = TURNS - TRAFFIC.sessions
     assert figures["restores"]["device"] == later and "host" not in figures["restores"]
     assert figures["bytes_by_tier"]["host"] == 0
-
-
-# -- the control -------------------------------------------------------------------------------------------------------
-
-
-async def test_a_server_without_sessions_says_the_same_and_computes_everything(
-    model: Path, work: Work, tmp_path: Path
-) -> None:
-    async with opened(tmp_path, model, device_budget=2 * work.budget) as kv:
-        sessions = Watched(kv)
-        ours = await measured(kv, sessions, work, TRAFFIC.in_flight)
-        stateless = Stateless(kv.model)
-        kept: list[Any] = []
-        make = stateless.agent
-        stateless.agent = lambda conversation: kept.append(make(conversation)) or kept[-1]  # type: ignore[method-assign]
-        theirs = await measured(kv, stateless, work, TRAFFIC.in_flight)
-        for a, b in zip(sessions.agents, kept, strict=True):
-            assert await a._session.token_ids() == b._rendered.ids
-    assert (theirs["reused_share"], theirs["restores"]) == (0.0, {"scratch": TURNS})
-    same = ("turns", "errors", "known_tokens", "prompt_tokens", "completion_tokens")
-    assert [theirs[name] for name in same] == [ours[name] for name in same]
-    assert theirs["computed_tokens"] == theirs["prompt_tokens"] + theirs["completion_tokens"] - TURNS
-    assert theirs["computed_tokens"] > 2 * ours["computed_tokens"]
-    assert 0 < theirs["bytes_by_tier"]["device"] <= work.budget
-    assert not stateless.states
 
 
 # -- places and waiting ------------------------------------------------------------------------------------------------
@@ -174,18 +216,6 @@ async def test_refused_turns_are_errors_not_answers(model: Path, work: Work, tmp
 # -- traffic for a model -----------------------------------------------------------------------------------------------
 
 
-async def test_the_budget_is_that_of_the_longest_ledger(model: Path, work: Work, tmp_path: Path) -> None:
-    async with opened(tmp_path, model) as kv:
-        server = Watched(kv)
-        await measured(kv, server, work, 4)
-        lengths = [len(await agent._session.token_ids()) for agent in server.agents]
-        # The model may end an answer with what the template would have written behind it.
-        assert work.longest - TRAFFIC.turns <= max(lengths) <= work.longest
-        layout = kv.model.layout
-        assert work.budget == 4 * layout.bytes_needed(None, work.longest, kv.model.context_limit)
-        assert layout.open(work.longest, kv.model.context_limit).nbytes * 4 == work.budget
-
-
 async def test_traffic_longer_than_the_context_is_refused(model: Path, tmp_path: Path) -> None:
     async with opened(tmp_path, model) as kv:
         with pytest.raises(InvalidRequest, match="fewer turns"):
@@ -193,9 +223,9 @@ async def test_traffic_longer_than_the_context_is_refused(model: Path, tmp_path:
 
 
 async def test_transcripts_end_where_the_context_does(model: Path, tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "x" * 3000}, {"role": "assistant", "content": "I see."}]
+    said = [{"role": "user", "content": "x y " * 800}, {"role": "assistant", "content": "I see."}]
     (tmp_path / "long.json").write_text(json.dumps({"messages": said * 5}))
-    async with opened(tmp_path / "home", model) as kv:
+    async with opened(tmp_path / "home", model, prefill_tokens=512) as kv:
         (one,) = prepared(kv, Traffic(sessions=1, turns=9), tmp_path, 1).conversations
         assert 0 < len(one.turns) < 5
         lengths = ledger_lengths(kv.model.tokenizer, replace(one, turns=(*one.turns, one.turns[-1])))
@@ -228,11 +258,13 @@ async def test_recorded_tool_calls_are_answered(model: Path, tmp_path: Path) -> 
 
 def test_the_command_compares_both_on_one_line_of_json(model: Path, tmp_path: Path) -> None:
     arguments = ["bench", "agents", "--model", str(model), "--home", str(tmp_path), "--dtype", "float32", "--json"]
-    ran = CliRunner().invoke(app, [*arguments, "--quick", "--compare", "--compression", "10000", "--seed", "3"])
+    ran = CliRunner().invoke(
+        app, [*arguments, "--quick", "--sessions", "6", "--compare", "--compression", "10000", "--seed", "3"]
+    )
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout.splitlines()[-1])
-    assert (said["traffic"]["seed"], said["traffic"]["sessions"], said["traffic"]["turns"]) == (3, 16, 3)
-    assert (said["turns"], said["errors"], said["no_reuse"]["turns"]) == (48, 0, 48), said
+    assert (said["traffic"]["seed"], said["traffic"]["sessions"], said["traffic"]["turns"]) == (3, 6, 3)
+    assert (said["turns"], said["errors"], said["no_reuse"]["turns"]) == (18, 0, 18), said
     assert said["reused_share"] > 0.8 and said["no_reuse"]["reused_share"] == 0
     assert said["ratio_ttft_p50"] == pytest.approx(said["no_reuse"]["ttft_p50_s"] / said["ttft_p50_s"])
     assert said["no_reuse"]["computed_tokens"] > 3 * said["computed_tokens"]
