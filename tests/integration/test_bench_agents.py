@@ -226,7 +226,7 @@ async def test_transcripts_end_where_the_context_does(model: Path, tmp_path: Pat
     said = [{"role": "user", "content": "x y " * 800}, {"role": "assistant", "content": "I see."}]
     (tmp_path / "long.json").write_text(json.dumps({"messages": said * 5}))
     async with opened(tmp_path / "home", model, prefill_tokens=512) as kv:
-        (one,) = prepared(kv, Traffic(sessions=1, turns=9), tmp_path, 1).conversations
+        (one,) = prepared(kv, Traffic(sessions=1, turns=9, compression=1e6), tmp_path, 1).conversations
         assert 0 < len(one.turns) < 5
         lengths = ledger_lengths(kv.model.tokenizer, replace(one, turns=(*one.turns, one.turns[-1])))
         assert lengths[-2] <= CONTEXT < lengths[-1]
@@ -259,7 +259,20 @@ async def test_recorded_tool_calls_are_answered(model: Path, tmp_path: Path) -> 
 def test_the_command_compares_both_on_one_line_of_json(model: Path, tmp_path: Path) -> None:
     arguments = ["bench", "agents", "--model", str(model), "--home", str(tmp_path), "--dtype", "float32", "--json"]
     ran = CliRunner().invoke(
-        app, [*arguments, "--quick", "--sessions", "6", "--compare", "--compression", "10000", "--seed", "3"]
+        app,
+        [
+            *arguments,
+            "--quick",
+            "--sessions",
+            "6",
+            "--device-budget",
+            "8",
+            "--compare",
+            "--compression",
+            "10000",
+            "--seed",
+            "3",
+        ],
     )
     assert ran.exit_code == 0, ran.output
     said = json.loads(ran.stdout.splitlines()[-1])
