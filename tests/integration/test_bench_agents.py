@@ -278,9 +278,9 @@ def test_the_command_compares_both_on_one_line_of_json(model: Path, tmp_path: Pa
     said = json.loads(ran.stdout.splitlines()[-1])
     assert (said["traffic"]["seed"], said["traffic"]["sessions"], said["traffic"]["turns"]) == (3, 6, 3)
     assert (said["turns"], said["errors"], said["no_reuse"]["turns"]) == (18, 0, 18), said
-    assert said["reused_share"] > 0.8 and said["no_reuse"]["reused_share"] == 0
+    assert said["reused_share"] > 0.5 and said["no_reuse"]["reused_share"] == 0
     assert said["ratio_ttft_p50"] == pytest.approx(said["no_reuse"]["ttft_p50_s"] / said["ttft_p50_s"])
-    assert said["no_reuse"]["computed_tokens"] > 3 * said["computed_tokens"]
+    assert said["no_reuse"]["computed_tokens"] > 2 * said["computed_tokens"]
     assert 0 < said["ttft_p50_s"] <= said["ttft_p95_s"] < said["total_s"]
     assert said["bytes_by_tier"]["device"] <= said["device_budget_bytes"]
     assert all(math.isfinite(value) for value in said.values() if isinstance(value, float))
