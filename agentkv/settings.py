@@ -58,7 +58,9 @@ class Settings(BaseSettings):
     )
     layout: str = Field(
         "auto",
-        description="How live KV is stored: `dynamic` (and `auto`), `static`, `paged`, `offloaded`, `offloaded:paged`.",
+        description="How live KV is stored: `dynamic` (and `auto`), `static`, `paged`, `offloaded`, `offloaded:paged`; "
+        "`quantized:int8` and `quantized:int4` (each also with `:static` or `:paged`) hold all but the first 16 and "
+        "the last 128 or more tokens in 8 or 4 bits.",
     )
     default_policy: str = Field("full", description="Retention policy of sessions that name none, e.g. `sink:4096`.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: one a core.")

@@ -100,6 +100,10 @@ def _print(report: Calibration) -> None:
     for result in sorted(report.codecs, key=lambda result: result.ratio):
         table.add_row(*_row(result), style=None if result.mean_kl <= report.max_kl else "dim")
     console.print(table)
+    for live in report.layouts:
+        console.print(
+            f"layout {live.layout}: {live.ratio:.2f}x on the device, mean KL {live.mean_kl:.5f}, top-1 {live.top1:.1%}"
+        )
     console.print(
         f"ratio: of what codecs code, chunk headers counted; session: of all {report.prefix_tokens:,} tokens; "
         "encode and decode: MB of bf16 a second on two threads."

@@ -214,7 +214,7 @@ class _Checkup:
         """What stored KV of this model goes through, and what ``auto`` goes by."""
         from agentkv.codecs import CODECS
         from agentkv.models.calibrations import load_calibration
-        from agentkv.models.gate import auto_codec, fragile
+        from agentkv.models.gate import auto_codec, fragile, layout_trouble
 
         settings = self.settings
         stored = load_calibration(settings.home, loaded.fingerprints.kv)
@@ -226,6 +226,8 @@ class _Checkup:
             self.problem(f"idle_codec {chosen!r} is no codec here", f"set AGENTKV_IDLE_CODEC to one of {known}")
         if chosen == "auto" and stored.report is None:
             self.notes.append(f"idle_codec auto means {auto}: {reason}")
+        if loaded.layout.lossy and (trouble := layout_trouble(loaded.layout.lossy, stored.report, settings.max_kl)):
+            self.notes.append(f"{trouble}; `agentkv calibrate {settings.model}` measures it")
         return {
             "idle_codec": chosen,
             "auto_means": auto,

@@ -32,7 +32,8 @@ from agentkv.engine.recall import NEEDLES, NeedleChat, answers, needle_chat, rec
 from agentkv.engine.sensitivity import kv_sensitivity
 from agentkv.engine.texts import Text, encoded, fitted_texts, scored_text
 from agentkv.errors import EngineFailed, InvalidRequest
-from agentkv.models.gate import DEFAULT_MAX_KL, Calibration, CodecResult, TextFacts
+from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
+from agentkv.models.gate import DEFAULT_MAX_KL, Calibration, CodecResult, LayoutResult, TextFacts
 
 __all__ = ["Calibrated", "Scorer", "calibrate", "divergence"]
 
@@ -102,6 +103,11 @@ def calibrate(
                 results += _with_recall(best, CODECS.get(name).fitted(fit), asked)
                 fits.append(fit)
             tried += found[:-1]
+    lossy = [name for name in LAYOUTS if LAYOUTS.get(name).lossy and name.count(":") == 1]
+    layouts = []
+    for name in lossy:
+        say(f"measuring layout {name}")
+        layouts += [found for found in [score.measure_layout(name)] if found is not None]
     report = Calibration(
         agentkv=__version__,
         kv_fingerprint=model.fingerprints.kv,
@@ -119,6 +125,7 @@ def calibrate(
         max_kl=max_kl,
         codecs=tuple(results),
         tried=tuple(tried),
+        layouts=tuple(layouts),
     )
     return Calibrated(report, tuple(fits))
 
@@ -140,24 +147,46 @@ class Scorer:
     def __init__(self, model: LoadedModel, prefix: Sequence[int], scored: Sequence[int]) -> None:
         self._model, self._ids = model, scored
         self.frozen = _frozen(model, prefix)
-        state = self.frozen.encode(CODECS.get(_REFERENCE))
-        restored = self.frozen.restore(state, len(scored))
-        self._reference = [logits.cpu() for logits in self._logits(restored.kv)]
+        self._state = self.frozen.encode(CODECS.get(_REFERENCE))
+        restored = self.frozen.restore(self._state, len(scored))
+        self._reference = [logits.cpu() for logits in self._logits(self._model.layout, restored.kv)]
         restored.kv.close()
 
-    def _logits(self, kv: Any) -> Iterator[Tensor]:
+    def _logits(self, layout: Layout[Any], kv: SequenceKV) -> Iterator[Tensor]:
         for start in range(0, len(self._ids), _SCORED_ROWS):
             ids = self._ids[start : start + _SCORED_ROWS]
-            yield step(self._model.adapter, self._model.layout, [(kv, ids)], rows="all")
+            yield step(self._model.adapter, layout, [(kv, ids)], rows="all")
+
+    def _divergences(self, layout: Layout[Any], kv: SequenceKV) -> tuple[Tensor, Tensor]:
+        """KL in nats, and whether the likeliest token is the same, of each scored token. Closes ``kv``."""
+        logits = zip(self._reference, self._logits(layout, kv), strict=True)
+        pairs = [divergence(a.to(b.device), b) for a, b in logits]
+        kv.close()
+        return torch.cat([kl.cpu() for kl, _ in pairs]), torch.cat([same.cpu() for _, same in pairs])
+
+    def measure_layout(self, name: str) -> LayoutResult | None:
+        """What the live layout ``name`` does to the same state, restored bit for bit into it."""
+        layout = LAYOUTS.get(name)(self._model.adapter.geometry, self._model.adapter.device)
+        kv = self.frozen.restore(self._state, len(self._ids), layout).kv
+        nbytes = kv.nbytes
+        kl, same = self._divergences(layout, kv)
+        if not bool(kl.isfinite().all()):
+            logger.warning("layout %s is left out: it gives no finite logits of %s", name, self._model.name)
+            return None
+        return LayoutResult(
+            layout=name,
+            ratio=self.frozen.nbytes / nbytes,
+            mean_kl=kl.mean().item(),
+            p99_kl=kl.quantile(0.99).item(),
+            top1=same.double().mean().item(),
+        )
 
     def measure(self, label: str, codec: Codec, fit: Fit | None = None) -> CodecResult | None:
         """All but the recall; ``None``, with a warning in the log, where a restore gives no distribution at all."""
         frozen = self.frozen
         state = frozen.encode(codec)
         restored = frozen.restore(state, len(self._ids))
-        pairs = [divergence(a.to(b.device), b) for a, b in zip(self._reference, self._logits(restored.kv), strict=True)]
-        restored.kv.close()
-        kl, same = torch.cat([kl.cpu() for kl, _ in pairs]), torch.cat([same.cpu() for _, same in pairs])
+        kl, same = self._divergences(self._model.layout, restored.kv)
         if codec.exact and bool((kl != 0).any()):
             raise EngineFailed(
                 f"the control failed: after a lossless restore ({label}) the distributions differ by up to "

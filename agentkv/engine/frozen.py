@@ -142,22 +142,26 @@ class FrozenState:
         nbytes = sum(map(len, payloads)) + len(self._spans) * self._header_nbytes(codec)
         return EncodedState(codec, tuple(payloads), nbytes, nbytes + self._lossless_nbytes, alone, shared)
 
-    def restore(self, state: EncodedState, room: int) -> RestoredState:
-        """A new live state with ``room`` for more tokens, every number of it decoded; timed."""
+    def restore(self, state: EncodedState, room: int, layout: Layout[Any] | None = None) -> RestoredState:
+        """A new live state with ``room`` for more tokens, every number of it decoded; timed. ``layout``: another one of
+        the same geometry."""
+        layout = layout or self.layout
         with _one_torch_thread():
-            kv, alone = self._decoded(state, room, threads=1)
+            kv, alone = self._decoded(layout, state, room, threads=1)
             kv.close()
-            kv, shared = self._decoded(state, room, threads=STORE_THREADS)
+            kv, shared = self._decoded(layout, state, room, threads=STORE_THREADS)
         exact = CODECS.get("exact")
         for piece, payload in zip(self._exact, self._exact_payloads, strict=True):
             _fill(exact, payload, self._target(kv, piece))
         kv.restored(self.ids)
         return RestoredState(kv, alone, shared)
 
-    def _decoded(self, state: EncodedState, room: int, *, threads: int) -> tuple[SequenceKV, float]:
+    def _decoded(
+        self, layout: Layout[Any], state: EncodedState, room: int, *, threads: int
+    ) -> tuple[SequenceKV, float]:
         """A state with its lossy spans in place, and the seconds that they took."""
         length = len(self.ids)
-        kv = self.layout.open(0, length + room)
+        kv = layout.open(0, length + room)
         kv.place(Placement.whole(length), room)
         targets = [self._target(kv, piece) for piece in self._lossy]
         jobs = list(zip(state.payloads, targets, strict=True))

@@ -30,7 +30,7 @@ _CPU_JOINT = 32
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to serve: adapter, layout, engine (not started), tokenizer where it has one; ``path`` of its folder."""
+    """A model ready to serve: its folder, adapter, layout, engine (not started), tokenizer where it has one."""
 
     name: str
     path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,11 +11,14 @@ __all__ = [
     "DEFAULT_MAX_KL",
     "Calibration",
     "CodecResult",
+    "LayoutResult",
     "TextFacts",
     "auto_codec",
     "choose",
     "current_fits",
+    "forgetful",
     "fragile",
+    "layout_trouble",
 ]
 
 DEFAULT_MAX_KL = 0.005
@@ -63,6 +67,20 @@ class CodecResult(_Frozen):
     same_answers: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
+class LayoutResult(_Frozen):
+    """What a live layout that holds older tokens with loss did to one model.
+
+    ``ratio``: bytes of the state as numbers, over what the layout reserved for it. KL and agreement as in
+    ``CodecResult``.
+    """
+
+    layout: str
+    ratio: _Positive
+    mean_kl: _Number
+    p99_kl: _Number
+    top1: Annotated[float, Field(ge=0, le=1)]
+
+
 class TextFacts(_Frozen):
     """A text that was fed: where it is from, blake3 of its bytes, how many of its tokens were used."""
 
@@ -98,6 +116,7 @@ class Calibration(_Frozen):
     max_kl: _Number
     codecs: tuple[CodecResult, ...]
     tried: tuple[CodecResult, ...] = ()
+    layouts: tuple[LayoutResult, ...] = ()
 
 
 def fragile(model_type: str) -> bool:
@@ -112,9 +131,32 @@ def fragile(model_type: str) -> bool:
 
 
 def choose(report: Calibration, max_kl: float = DEFAULT_MAX_KL) -> CodecResult | None:
-    """The strongest result (by ratio) whose mean KL is at most ``max_kl`` nats; ``None`` where there is none."""
-    inside = [result for result in report.codecs if result.mean_kl <= max_kl]
-    return max(inside, key=lambda result: result.ratio, default=None)
+    """The strongest result (by ratio) whose mean KL is at most ``max_kl`` nats; ``None`` where there is none.
+
+    KL over running text says little of facts that are looked up once, far back: a codec after which the model finds
+    fewer of the planted ones than after an exact restore, by more than one, is not chosen.
+    """
+    return _strongest(report, report.codecs, max_kl)
+
+
+def forgetful(result: CodecResult, report: Calibration) -> bool:
+    """Whether planted facts are lost that an exact restore finds: more than one of them, which is chance."""
+    exact = max((r.recall for r in report.codecs if r.encoder == "exact" and r.recall is not None), default=None)
+    if exact is None or result.recall is None or not report.needles:
+        return False
+    return (exact - result.recall) * report.needles > 1.5
+
+
+def layout_trouble(layout: str, report: Calibration | None, max_kl: float = DEFAULT_MAX_KL) -> str | None:
+    """Why a lossy live layout may make answers worse than the gate allows; ``None`` where it was measured not to."""
+    if report is None:
+        return f"layout {layout} holds older tokens with loss, and what that does to this model was never measured"
+    found = next((result for result in report.layouts if result.layout == layout), None)
+    if found is None:
+        return f"layout {layout} holds older tokens with loss, and the last calibration did not measure it"
+    if found.mean_kl > max_kl:
+        return f"layout {layout} costs mean KL {found.mean_kl:.4f}, and max_kl is {max_kl:g}"
+    return None
 
 
 def current_fits(report: Calibration, max_kl: float = DEFAULT_MAX_KL) -> dict[str, str]:
@@ -124,11 +166,16 @@ def current_fits(report: Calibration, max_kl: float = DEFAULT_MAX_KL) -> dict[st
     """
     fits = {}
     for encoder in {result.encoder for result in report.codecs}:
-        own = report.model_copy(update={"codecs": tuple(r for r in report.codecs if r.encoder == encoder)})
-        best = choose(own, max_kl) or min(own.codecs, key=lambda result: result.mean_kl)
+        own = [result for result in report.codecs if result.encoder == encoder]
+        best = _strongest(report, own, max_kl) or min(own, key=lambda result: result.mean_kl)
         if best.fit is not None:
             fits[encoder] = best.fit
     return fits
+
+
+def _strongest(report: Calibration, results: Sequence[CodecResult], max_kl: float) -> CodecResult | None:
+    inside = [result for result in results if result.mean_kl <= max_kl and not forgetful(result, report)]
+    return max(inside, key=lambda result: result.ratio, default=None)
 
 
 def auto_codec(

@@ -118,7 +118,7 @@ class AgentKV:
         self._watch = asyncio.create_task(self.sessions.tiers.watch(), name="agentkv-idle")
 
     def _tiers(self, blobs: BlobStore, calibration: StoredCalibration) -> Any:
-        from agentkv.models.gate import auto_codec
+        from agentkv.models.gate import auto_codec, layout_trouble
         from agentkv.sessions.attaching import Attaching
         from agentkv.sessions.opening import bytes_of
         from agentkv.sessions.restoring import ChunkReader
@@ -132,6 +132,8 @@ class AgentKV:
         codecs = calibration.codecs(settings.max_kl)
         auto, why = auto_codec(model.model_type, calibration.report, settings.max_kl, model=settings.model)
         logger.info("idle_codec 'auto' is %r: %s", auto, why)
+        if model.layout.lossy and (trouble := layout_trouble(model.layout.lossy, calibration.report, settings.max_kl)):
+            logger.warning("%s; `agentkv calibrate %s` measures it", trouble, settings.model)
         writer = ChunkWriter(
             self._repository,
             blobs,

@@ -17,7 +17,16 @@ from agentkv.codecs.compact_fit import fit_compact
 from agentkv.engine.fitting import coarser, steps_to_try
 from agentkv.errors import StorageFull
 from agentkv.models.calibrations import load_calibration, save_calibration
-from agentkv.models.gate import Calibration, CodecResult, TextFacts, auto_codec, choose, current_fits
+from agentkv.models.gate import (
+    Calibration,
+    CodecResult,
+    LayoutResult,
+    TextFacts,
+    auto_codec,
+    choose,
+    current_fits,
+    layout_trouble,
+)
 
 MODEL = "0123456789abcdef0123456789abcdef"
 
@@ -96,6 +105,28 @@ def test_the_strongest_inside_is_chosen_by_ratio() -> None:
         0.007: "compact+basis",
     }
     assert choose(report(INT4), 0.001) is None
+
+
+def test_a_codec_that_loses_planted_facts_is_not_chosen() -> None:
+    """Mean KL over running text does not see what is looked up once."""
+    exact, compact = (r.model_copy(update={"recall": 0.75}) for r in (EXACT, COMPACT))
+    fitted = fit()
+    basis = result("compact+basis", 9.0, 0.002, fitted=fitted)
+    for recall, chosen in ((0.75, "compact+basis"), (0.625, "compact+basis"), (0.5, "compact")):
+        measured = report(exact, compact, basis.model_copy(update={"recall": recall}), needles=8)
+        best = choose(measured)
+        assert best is not None
+        assert best.codec == chosen
+        assert current_fits(measured) == ({"compact": fitted.digest} if chosen == "compact+basis" else {})
+
+
+def test_a_lossy_live_layout_is_held_to_the_same_gate() -> None:
+    name = "quantized:int4"
+    measured = LayoutResult(layout=name, ratio=3.0, mean_kl=0.01, p99_kl=0.1, top1=0.9)
+    assert "never measured" in (layout_trouble(name, None) or "")
+    assert "did not measure" in (layout_trouble(name, report(EXACT)) or "")
+    assert "0.0100" in (layout_trouble(name, report(EXACT, layouts=(measured,))) or "")
+    assert layout_trouble(name, report(EXACT, layouts=(measured,)), 0.02) is None
 
 
 def test_auto_names_the_codec_of_the_registry_and_says_why() -> None:
