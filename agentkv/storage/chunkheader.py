@@ -162,6 +162,8 @@ class ChunkHeader(_Strict):
             raise ValueError("resume points are not in ledger order")
         if self.resume_points and not (self.start < self.resume_points[0] and self.resume_points[-1] <= self.stop):
             raise ValueError("a resume point lies outside the chunk")
+        if not self.parts and any(group.window is None for group in self.groups):
+            raise ValueError("no parts, where some layers attend to everything")
         offset = 0
         before: dict[int, int] = {}
         for part in self.parts:
