@@ -1,27 +1,17 @@
-"""Manifests, references to chunks, and the sweep: plain functions, each the body of one transaction.
-
-The life of a chunk row::
-
-    append_segments          last reference dropped        claim_garbage        forget_chunks
-    ──────────────▶  refs>0  ─────────────────────▶ refs=0 ─────────────▶ deleting ───────────▶ tombstone
-                       ▲       append_segments        │       append_segments │      append_segments │
-                       └──────────────────────────────┘       ChunkCondemned ─┘      (a new row) ◀───┘
-
-The caller deletes the file between ``claim_garbage`` and ``forget_chunks``.
-"""
+"""Manifests: which chunks a session's stored KV consists of. Plain functions, each the body of one transaction."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
-from sqlalchemy import ScalarSelect, delete, func, insert, or_, select, update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
+from agentkv.sessions.db.chunks import batches, drop_dangling, locked_chunks, new_chunk, recount_some, release
 from agentkv.sessions.db.ledger import session_row
 from agentkv.sessions.db.records import (
     ChunkCondemned,
-    ChunkFacts,
     ChunkRecord,
     Manifest,
     ManifestConflict,
@@ -37,25 +27,14 @@ __all__ = [
     "adopt",
     "append_segments",
     "attach",
-    "chunk_bytes",
-    "chunk_facts",
-    "claim_garbage",
     "delete_session",
-    "forget_chunks",
-    "known_chunk_ids",
-    "loose_chunks",
     "manifest",
     "pointless_sessions",
     "prune_manifest",
-    "recount",
     "release_foreign",
     "reseal",
-    "stored_chunks",
-    "tombstoned",
     "truncate_manifest",
 ]
-
-_BATCH = 500
 
 
 def append_segments(
@@ -115,7 +94,7 @@ def reseal(
             )
         )
     _append(db, session, chunks, segments, resume_points, replacing=len(inside))
-    return _release(db, {chunk_id: count for chunk_id, count in dropped.items() if count})
+    return release(db, {chunk_id: count for chunk_id, count in dropped.items() if count})
 
 
 def attach(
@@ -132,17 +111,6 @@ def attach(
     session.kv_length = segments[-1].span.stop
     session.state = "disk"
     return session.kv_length
-
-
-def stored_chunks(db: Session, tenant: str, keys: Sequence[str]) -> list[ChunkRecord]:
-    """Chunks of one tenant that are stored under any of these lookup keys and are not being deleted."""
-    found: list[ChunkRecord] = []
-    for batch in _batches(sorted(set(keys))):
-        query = select(ChunkRow).where(
-            ChunkRow.lookup_key.in_(batch), ChunkRow.tenant == tenant, ChunkRow.refs > 0, ~ChunkRow.deleting
-        )
-        found.extend(_record(row) for row in db.scalars(query.order_by(ChunkRow.id)))
-    return found
 
 
 def release_foreign(db: Session, kv_fingerprint: str) -> list[str]:
@@ -177,15 +145,9 @@ def adopt(
     Segments whose chunk has no row go first. References are counted anew.
     """
     session = session_row(db, session_id, lock=True)
-    _drop_dangling(db)
+    drop_dangling(db)
     _append(db, session, chunks, segments, resume_points, replacing=len(segments))
-    _recount(db, sorted({segment.chunk_id for segment in segments}))
-
-
-def loose_chunks(db: Session) -> list[str]:
-    """Chunks that no segment names, or that fewer or more name than ``refs`` counts: rows of a manifest were lost."""
-    query = select(ChunkRow.id).where(~ChunkRow.deleting, or_(ChunkRow.refs == 0, ChunkRow.refs != _uses()))
-    return list(db.scalars(query.order_by(ChunkRow.id)))
+    recount_some(db, sorted({segment.chunk_id for segment in segments}))
 
 
 def pointless_sessions(db: Session) -> set[str]:
@@ -195,30 +157,6 @@ def pointless_sessions(db: Session) -> set[str]:
         ResumePointRow.session_id == SessionRow.id, ResumePointRow.position == SessionRow.kv_length
     )
     return set(db.scalars(select(SessionRow.id).where(SessionRow.kv_length > 0, stored.exists(), ~point.exists())))
-
-
-def recount(db: Session) -> None:
-    """Every chunk's references as the segments say; segments whose chunk has no row go."""
-    _drop_dangling(db)
-    _recount(db, None)
-
-
-def _drop_dangling(db: Session) -> None:
-    db.execute(delete(SegmentRow).where(SegmentRow.chunk_id.not_in(select(ChunkRow.id))))
-
-
-def _recount(db: Session, ids: Sequence[str] | None) -> None:
-    wrong = update(ChunkRow).where(~ChunkRow.deleting, ChunkRow.refs != _uses()).values(refs=_uses())
-    db.flush()
-    for batch in [None] if ids is None else _batches(ids):
-        statement = wrong if batch is None else wrong.where(ChunkRow.id.in_(batch))
-        db.execute(statement, execution_options={"synchronize_session": False})
-    db.expire_all()
-
-
-def _uses() -> ScalarSelect[int]:
-    """How many segments name a chunk."""
-    return select(func.count()).where(SegmentRow.chunk_id == ChunkRow.id).correlate(ChunkRow).scalar_subquery()
 
 
 def _append(
@@ -255,19 +193,19 @@ def _append(
 
     offered = {chunk.id: chunk for chunk in chunks}
     uses = Counter(segment.chunk_id for segment in segments)
-    rows = _locked_chunks(db, sorted(offered.keys() | uses.keys()))
+    rows = locked_chunks(db, sorted(offered.keys() | uses.keys()))
     for row in rows.values():
         if row.deleting:
             raise ChunkCondemned(row.id)
     for new_id in sorted(offered.keys() - rows.keys()):
-        rows[new_id] = _new_chunk(offered[new_id])
+        rows[new_id] = new_chunk(offered[new_id])
         db.add(rows[new_id])
     for segment in segments:
         _check_within(segment, rows.get(segment.chunk_id), session)
     for chunk_id, count in uses.items():
         rows[chunk_id].refs += count
     db.flush()
-    for batch in _batches(sorted(offered)):
+    for batch in batches(sorted(offered)):
         # Written again after it was deleted: it is wanted now.
         db.execute(delete(TombstoneRow).where(TombstoneRow.chunk_id.in_(batch)))
 
@@ -319,7 +257,7 @@ def truncate_manifest(db: Session, session_id: str, position: int) -> list[str]:
     db.execute(
         delete(ResumePointRow).where(ResumePointRow.session_id == session_id, ResumePointRow.position > position)
     )
-    return _release(db, dropped)
+    return release(db, dropped)
 
 
 def prune_manifest(db: Session, session_id: str, needed: Sequence[Span], point: int) -> list[str]:
@@ -333,7 +271,7 @@ def prune_manifest(db: Session, session_id: str, needed: Sequence[Span], point: 
     gone = [row for row in rows if not any(len(Span(row.start, row.stop).intersect(span)) for span in needed)]
     if not gone:
         return []
-    for batch in _batches([str(row.start) for row in gone]):
+    for batch in batches([str(row.start) for row in gone]):
         db.execute(delete(SegmentRow).where(mine, SegmentRow.start.in_([int(start) for start in batch])))
     left = [Span(row.start, row.stop) for row in rows if row not in gone]
     for old in _resume_points(db, session_id):
@@ -344,7 +282,7 @@ def prune_manifest(db: Session, session_id: str, needed: Sequence[Span], point: 
                     ResumePointRow.session_id == session_id, ResumePointRow.position == old.position
                 )
             )
-    return _release(db, Counter(row.chunk_id for row in gone))
+    return release(db, Counter(row.chunk_id for row in gone))
 
 
 def delete_session(db: Session, session_id: str, tenant: str) -> list[str]:
@@ -352,56 +290,7 @@ def delete_session(db: Session, session_id: str, tenant: str) -> list[str]:
     session_row(db, session_id, tenant=tenant, lock=True)
     dropped = Counter(db.scalars(select(SegmentRow.chunk_id).where(SegmentRow.session_id == session_id)))
     db.execute(delete(SessionRow).where(SessionRow.id == session_id))
-    return _release(db, dropped)
-
-
-def claim_garbage(db: Session, limit: int) -> list[str]:
-    """Up to ``limit`` chunks that the caller may delete now: fresh ones, then those claimed and never forgotten."""
-    unused = select(ChunkRow).where(ChunkRow.refs == 0).order_by(ChunkRow.id).with_for_update()
-    fresh = list(db.scalars(unused.where(~ChunkRow.deleting).limit(limit)))
-    left_over = list(db.scalars(unused.where(ChunkRow.deleting).limit(limit - len(fresh))))
-    for row in fresh:
-        row.deleting = True
-    return [row.id for row in (*fresh, *left_over)]
-
-
-def forget_chunks(db: Session, ids: Sequence[str], at: float) -> None:
-    """Replace claimed rows, and ids without a row, by tombstones. ``ManifestConflict`` for a row not claimed."""
-    unique = sorted(set(ids))
-    for row in _locked_chunks(db, unique).values():
-        if not row.deleting or row.refs:
-            raise ManifestConflict(f"chunk {row.id} was not claimed for deletion and has {row.refs} references")
-    for batch in _batches(unique):
-        db.execute(delete(ChunkRow).where(ChunkRow.id.in_(batch)))
-        db.execute(delete(TombstoneRow).where(TombstoneRow.chunk_id.in_(batch)))
-        db.execute(insert(TombstoneRow), [{"chunk_id": chunk_id, "at": at} for chunk_id in batch])
-
-
-def known_chunk_ids(db: Session) -> set[str]:
-    """Every chunk with a row, condemned and claimed ones included."""
-    return set(db.scalars(select(ChunkRow.id)))
-
-
-def chunk_bytes(db: Session) -> dict[str, int]:
-    """Bytes of all chunk files with a row, by KV fingerprint."""
-    rows = db.execute(select(ChunkRow.kv_fingerprint, func.sum(ChunkRow.nbytes)).group_by(ChunkRow.kv_fingerprint))
-    return {fingerprint: int(nbytes) for fingerprint, nbytes in rows}
-
-
-def chunk_facts(db: Session) -> list[ChunkFacts]:
-    """Every chunk with a row, in the order of their ids."""
-    users = func.count(SegmentRow.session_id.distinct())
-    columns = (ChunkRow.id, ChunkRow.codec, ChunkRow.kv_fingerprint, ChunkRow.nbytes)
-    query = select(*columns, users).outerjoin(SegmentRow, SegmentRow.chunk_id == ChunkRow.id).group_by(*columns)
-    return [ChunkFacts(*row) for row in db.execute(query.order_by(ChunkRow.id))]
-
-
-def tombstoned(db: Session, ids: Sequence[str]) -> set[str]:
-    """Those of ``ids`` that were deleted on purpose."""
-    found: set[str] = set()
-    for batch in _batches(sorted(set(ids))):
-        found.update(db.scalars(select(TombstoneRow.chunk_id).where(TombstoneRow.chunk_id.in_(batch))))
-    return found
+    return release(db, dropped)
 
 
 def _manifest_end(db: Session, session_id: str) -> int:
@@ -417,45 +306,6 @@ def _resume_points(db: Session, session_id: str) -> list[ResumePoint]:
     return [ResumePoint(position, kind, unpack_placement(packed)) for position, kind, packed in rows]
 
 
-def _locked_chunks(db: Session, ids: Sequence[str]) -> dict[str, ChunkRow]:
-    # In the order of their ids, always, so that two transactions cannot wait for each other.
-    rows: dict[str, ChunkRow] = {}
-    for batch in _batches(ids):
-        query = select(ChunkRow).where(ChunkRow.id.in_(batch)).order_by(ChunkRow.id).with_for_update()
-        rows.update((row.id, row) for row in db.scalars(query))
-    return rows
-
-
-def _release(db: Session, dropped: Mapping[str, int]) -> list[str]:
-    condemned: list[str] = []
-    for row in _locked_chunks(db, sorted(dropped)).values():
-        row.refs -= dropped[row.id]
-        if row.refs == 0:
-            condemned.append(row.id)
-    return condemned
-
-
-def _record(row: ChunkRow) -> ChunkRecord:
-    return ChunkRecord(
-        row.id, row.lookup_key, row.tenant, row.kv_fingerprint, Span(row.start, row.stop), row.codec, row.nbytes
-    )
-
-
-def _new_chunk(chunk: ChunkRecord) -> ChunkRow:
-    return ChunkRow(
-        id=chunk.id,
-        lookup_key=chunk.lookup_key,
-        tenant=chunk.tenant,
-        kv_fingerprint=chunk.kv_fingerprint,
-        start=chunk.span.start,
-        stop=chunk.span.stop,
-        codec=chunk.codec,
-        nbytes=chunk.nbytes,
-        refs=0,
-        deleting=False,
-    )
-
-
 def _check_within(segment: SegmentRecord, chunk: ChunkRow | None, session: SessionRow) -> None:
     if chunk is None or chunk.tenant != session.tenant:
         raise ManifestConflict(f"segment of {session.id} names chunk {segment.chunk_id}, which is not known here")
@@ -464,9 +314,3 @@ def _check_within(segment: SegmentRecord, chunk: ChunkRow | None, session: Sessi
             f"segment [{segment.span.start}, {segment.span.stop}) of {session.id} is not within chunk {chunk.id}, "
             f"which holds [{chunk.start}, {chunk.stop})"
         )
-
-
-def _batches(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    # SQLite and PostgreSQL limit the parameters of one statement.
-    for start in range(0, len(ids), _BATCH):
-        yield ids[start : start + _BATCH]

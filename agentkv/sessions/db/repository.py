@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from sqlalchemy import text
 
-from agentkv.sessions.db import ledger, manifest
+from agentkv.sessions.db import chunks, ledger, manifest
 from agentkv.sessions.db.engine import async_url
 from agentkv.sessions.db.records import (
     ChunkFacts,
@@ -211,7 +211,7 @@ class Repository:
 
     async def stored_chunks(self, tenant: str, keys: Sequence[str]) -> list[ChunkRecord]:
         """Chunks of one tenant stored under any of these lookup keys; none that is being deleted."""
-        return await self._transactions.read(lambda db: manifest.stored_chunks(db, tenant, keys))
+        return await self._transactions.read(lambda db: chunks.stored_chunks(db, tenant, keys))
 
     async def release_foreign(self, kv_fingerprint: str) -> list[str]:
         """Sessions with another model's KV give it up, the least recently used first; their ledgers stay.
@@ -235,7 +235,7 @@ class Repository:
 
     async def loose_chunks(self) -> list[str]:
         """Chunks with a row that no segment names, or another number of them than is counted."""
-        return await self._transactions.read(manifest.loose_chunks)
+        return await self._transactions.read(chunks.loose_chunks)
 
     async def pointless_sessions(self) -> set[str]:
         """Sessions with stored KV whose last commit is no resume point."""
@@ -243,7 +243,7 @@ class Repository:
 
     async def recount(self) -> None:
         """Make references what the segments say, and drop segments whose chunk has no row."""
-        await self._transactions.write(manifest.recount)
+        await self._transactions.write(chunks.recount)
 
     async def manifest(self, session_id: str) -> Manifest:
         """The stored KV of a session."""
@@ -268,7 +268,7 @@ class Repository:
 
         Where they leave room, chunks claimed earlier and never forgotten (a crash, a failed deletion) follow.
         """
-        return await self._transactions.write(lambda db: manifest.claim_garbage(db, limit))
+        return await self._transactions.write(lambda db: chunks.claim_garbage(db, limit))
 
     async def forget_chunks(self, ids: Iterable[str]) -> None:
         """Remove the rows of chunks whose files are gone, and leave tombstones.
@@ -276,21 +276,21 @@ class Repository:
         An id without a row (an orphan file) gets its tombstone too. ``ManifestConflict`` if a row was not claimed.
         """
         unique, at = list(ids), time.time()
-        await self._transactions.write(lambda db: manifest.forget_chunks(db, unique, at))
+        await self._transactions.write(lambda db: chunks.forget_chunks(db, unique, at))
 
     async def known_chunk_ids(self) -> set[str]:
         """Every chunk with a row, whatever its references."""
-        return await self._transactions.read(manifest.known_chunk_ids)
+        return await self._transactions.read(chunks.known_chunk_ids)
 
     async def chunk_bytes(self) -> dict[str, int]:
         """Bytes of all chunk files with a row, by KV fingerprint."""
-        return await self._transactions.read(manifest.chunk_bytes)
+        return await self._transactions.read(chunks.chunk_bytes)
 
     async def chunk_facts(self) -> list[ChunkFacts]:
         """Every chunk with a row, in the order of their ids."""
-        return await self._transactions.read(manifest.chunk_facts)
+        return await self._transactions.read(chunks.chunk_facts)
 
     async def tombstoned(self, ids: Iterable[str]) -> set[str]:
         """Those of ``ids`` that were deleted on purpose."""
         wanted = list(ids)
-        return await self._transactions.read(lambda db: manifest.tombstoned(db, wanted))
+        return await self._transactions.read(lambda db: chunks.tombstoned(db, wanted))
