@@ -31,8 +31,8 @@ REVISIONS = ("0001", "0002")
 
 _JSON = JSON(none_as_null=True)
 # The lengths matter to MySQL alone, which otherwise stops at 64 KiB.
-_LONG_TEXT = Text(2**24)
-_BLOB = LargeBinary(2**24)
+_LONG_TEXT = Text().with_variant(Text(2**24), "mysql", "mariadb")
+_BLOB = LargeBinary().with_variant(LargeBinary(2**24), "mysql", "mariadb")
 
 
 class Base(DeclarativeBase):

@@ -107,6 +107,8 @@ class Transactions:
             except (UnicodeEncodeError, OverflowError) as error:
                 raise InvalidRequest(f"a value cannot be stored: {error}") from error
             except (SQLAlchemyError, OSError) as error:
+                if (fault := _value_fault(error)) is not None:
+                    raise InvalidRequest(f"a value cannot be stored: {fault}") from error
                 if not _is_transient(error):
                     raise self._translate(error) from error
                 if attempt == self._patience.attempts:
@@ -174,6 +176,13 @@ def _codes(error: BaseException) -> tuple[int | None, str]:
     code = getattr(origin, "sqlite_errorcode", None)
     state = getattr(origin, "sqlstate", None) or getattr(origin, "pgcode", None) or ""
     return (code & 0xFF if isinstance(code, int) else None), str(state)
+
+
+def _value_fault(error: BaseException | None) -> BaseException | None:
+    """What is wrong with a value, where a driver (asyncpg) wraps it into an error of its own."""
+    while error is not None and not isinstance(error, UnicodeEncodeError | OverflowError):
+        error = error.__cause__
+    return error
 
 
 def _is_transient(error: BaseException) -> bool:

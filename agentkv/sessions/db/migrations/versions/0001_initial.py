@@ -31,7 +31,7 @@ def upgrade() -> None:
         sa.Column("session_fingerprint", sa.String(128), nullable=False),
         sa.Column("policy", sa.Text, nullable=False),
         sa.Column("idle_codec", sa.String(64), nullable=False),
-        sa.Column("system", sa.Text(2**24)),
+        sa.Column("system", sa.Text().with_variant(sa.Text(2**24), "mysql", "mariadb")),
         sa.Column("tools", sa.JSON),
         sa.Column("template_args", sa.JSON, nullable=False),
         sa.Column("metadata", sa.JSON, nullable=False),
@@ -55,7 +55,7 @@ def upgrade() -> None:
         _session_key(),
         sa.Column("start", sa.BigInteger, nullable=False, autoincrement=False),
         sa.Column("stop", sa.BigInteger, nullable=False),
-        sa.Column("ids", sa.LargeBinary(2**24), nullable=False),
+        sa.Column("ids", sa.LargeBinary().with_variant(sa.LargeBinary(2**24), "mysql", "mariadb"), nullable=False),
         _of_session("agentkv_ledger"),
         sa.PrimaryKeyConstraint("session_id", "start", name="pk_agentkv_ledger"),
     )
