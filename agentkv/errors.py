@@ -114,7 +114,9 @@ class SessionBusy(AgentKVError):
 class CapacityExceeded(AgentKVError):
     """A turn needs ``needed`` bytes where ``available`` of ``budget`` bytes can be freed."""
 
-    def __init__(self, message: str, *, needed: int, available: int, budget: int, retry_after: float = 1.0) -> None:
+    def __init__(
+        self, message: str, *, needed: int, available: int, budget: int, retry_after: float | None = 1.0
+    ) -> None:
         super().__init__(message)
         self.needed = needed
         self.available = available

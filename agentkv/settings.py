@@ -80,6 +80,12 @@ class Settings(BaseSettings):
     device_budget: Amount = Field("80%", description="Bytes, or share of the device's memory, for live KV.")
     host_budget: Amount = Field("20%", description="Bytes, or share of host memory, for encoded KV.")
     disk_budget: Amount = Field("80%", description="Bytes, or share of the file system, for stored KV files.")
+    residency: str = Field(
+        "cost", description="Which idle session leaves the device first: `cost`, `lru`, `lfu`, `ttl:SECONDS`."
+    )
+    admission_seconds: float = Field(30.0, ge=0, description="Longest wait of a turn for device memory.")
+    admission_queue: int = Field(256, ge=0, description="Most turns that wait for it; another one is refused at once.")
+    pin_budget: Amount = Field("50%", description="Bytes, or share of device_budget, that pinned sessions may hold.")
     disk_margin: Amount = Field("1GiB", description="Free space on the file system that is never used.")
 
     blobs_url: str | None = Field(

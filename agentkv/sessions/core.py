@@ -32,7 +32,8 @@ class SessionCore:
     codec, in them, has encoded what it will. ``early``: sliding windows captured at resume points that may have to be
     stored yet. ``held``: its chunks in the host tier, with their bytes; ``unsaved``: what
     of them the disk refused, behind the manifest's end. ``short``: why the last restore brought back fewer tokens than
-    the last commit had.
+    the last commit had. ``uses``: its turns, old ones fading; ``gap``: its mean pause; ``expected_at`` and
+    ``pinned_until``: its user's hints, in monotonic seconds.
     """
 
     record: SessionRecord
@@ -52,6 +53,10 @@ class SessionCore:
     writing: asyncio.Task[None] | None = None
     pending: int = 0
     written_chunks: int = 0
+    uses: float = 0.0
+    gap: float | None = None
+    expected_at: float | None = None
+    pinned_until: float = 0.0
     last_used: float = field(default_factory=time.monotonic)
     deleted: bool = False
     items: int = 0
@@ -70,6 +75,18 @@ class SessionCore:
     def idle(self) -> bool:
         """Whether nobody runs a turn on it, waits for one, or moves it."""
         return not self.turns and not self.gate.locked()
+
+    def pinned(self, now: float) -> bool:
+        """Whether its user wants it kept on the device; ``now`` in monotonic seconds."""
+        return now < self.pinned_until
+
+    def note_use(self, now: float) -> None:
+        """A turn begins after a pause."""
+        if self.uses:
+            pause = now - self.last_used
+            self.gap = pause if self.gap is None else self.gap + 0.3 * (pause - self.gap)
+        self.uses = 1.0 + 0.9 * self.uses
+        self.expected_at = None
 
     @property
     def fresh(self) -> bool:
@@ -102,6 +119,7 @@ class SessionCore:
                 raise SessionBusy(self.id) from None
             try:
                 self.check_open()
+                self.note_use(time.monotonic())
                 yield answered
             finally:
                 self.last_used = time.monotonic()

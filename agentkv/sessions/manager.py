@@ -20,6 +20,7 @@ from agentkv.schemas.replies import Event
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, SessionRecord, TurnRecord
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.hints import Hints
 from agentkv.sessions.session import Session
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
@@ -45,6 +46,7 @@ class Sessions:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self.tiers: Tiers
+        self.hints: Hints
 
     def cores(self) -> list[SessionCore]:
         """Sessions that this process has touched."""
@@ -221,11 +223,11 @@ class Sessions:
         """See ``Session.resume``."""
         async with core.gate:
             core.check_open()
-            await self.tiers.reserve(core, core.record.ledger_length)
+            await self.tiers.residency.reserve(core, core.record.ledger_length)
             try:
                 return await self.tiers.make_live(core)
             finally:
-                self.tiers.settle(core)
+                self.tiers.residency.settle(core)
 
     async def run(self, core: SessionCore, request: TurnInput, wait: bool) -> AsyncGenerator[Event | Appended]:
         """Run a turn; see ``Turn``."""

@@ -98,9 +98,10 @@ class AgentKV:
         await asyncio.to_thread(_import_engine)
         from agentkv.models.calibrations import load_calibration
         from agentkv.sessions.db.repository import Repository
+        from agentkv.sessions.hints import Hints
         from agentkv.sessions.home import Home
         from agentkv.sessions.manager import Sessions
-        from agentkv.sessions.opening import open_store
+        from agentkv.sessions.opening import bytes_of, open_store
 
         self._home = await asyncio.to_thread(Home, settings.home)
         self._repository = await Repository.open(settings.database_url)
@@ -113,12 +114,15 @@ class AgentKV:
         calibration = await asyncio.to_thread(load_calibration, settings.home, self._model.fingerprints.kv)
         self.sessions = Sessions(settings, self._model, self._repository)
         self.sessions.tiers = self._tiers(blobs, calibration)
+        pin_budget = bytes_of(settings.pin_budget, self.sessions.tiers.device_budget)
+        self.sessions.hints = Hints(self.sessions.tiers, self.sessions.cores, self.sessions.tracked, pin_budget)
         await self._sweep(blobs)
         self._model.engine.start()
         self._watch = asyncio.create_task(self.sessions.tiers.watch(), name="agentkv-idle")
 
     def _tiers(self, blobs: BlobStore, calibration: StoredCalibration) -> Any:
         from agentkv.models.gate import auto_codec, layout_trouble
+        from agentkv.policies.residency import parse_residency
         from agentkv.sessions.attaching import Attaching
         from agentkv.sessions.opening import bytes_of
         from agentkv.sessions.restoring import ChunkReader
@@ -169,6 +173,9 @@ class AgentKV:
             kv_fingerprint=model.fingerprints.kv,
             context=model.context_limit,
             device_budget=bytes_of(settings.device_budget, _device_memory(model)),
+            residency=parse_residency(settings.residency),
+            most_waiting=settings.admission_queue,
+            wait_seconds=settings.admission_seconds,
             idle_seconds=settings.idle_seconds,
             disk_seconds=settings.disk_seconds,
         )

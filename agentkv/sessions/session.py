@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from agentkv.schemas.messages import MessageInput, normalise
 from agentkv.schemas.replies import Done, Event, Item, Reply, SessionInfo
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.core import SessionCore
+from agentkv.sessions.hints import HintOutcome
 from agentkv.sessions.spans import gaps, held_spans, item_states
 from agentkv.sessions.turn import Appended, TurnInput, public_item
 from agentkv.types import RestoreReport, SessionState, Span, SuspendReport, Tier
@@ -186,6 +187,33 @@ class Session:
         Tokens whose stored KV is unusable are computed by the next turn; ``reason`` says so.
         """
         return await asyncio.shield(self._sessions.tracked(self._sessions.resume(self._core)))
+
+    # -- hints --------------------------------------------------------------------------------------------------------
+
+    async def expect(self, seconds: float) -> HintOutcome:
+        """It is wanted again in so many seconds. Others may have its memory meanwhile; it is brought back just before."""
+        self._core.check_open()
+        return await self._sessions.hints.expect(self._core, seconds)
+
+    def tool_wait(self, expected: float) -> AbstractAsyncContextManager[HintOutcome]:
+        """``async with session.tool_wait(expected=30): …`` around a tool that takes about so many seconds."""
+        self._core.check_open()
+        return self._sessions.hints.tool_wait(self._core, expected)
+
+    async def prefetch(self) -> HintOutcome:
+        """Bring the KV to the device now, if memory is free."""
+        self._core.check_open()
+        return await self._sessions.hints.prefetch(self._core)
+
+    async def pin(self, seconds: float) -> HintOutcome:
+        """Keep the KV on the device for so many seconds, within ``Settings.pin_budget``; 0 ends it."""
+        self._core.check_open()
+        return await self._sessions.hints.pin(self._core, seconds)
+
+    async def close(self) -> HintOutcome:
+        """The conversation rests: its KV goes to disk now. A later turn brings it back."""
+        self._core.check_open()
+        return await self._sessions.hints.close(self._core)
 
     async def delete(self) -> int:
         """Delete the conversation and its files. Returns the bytes freed on disk."""

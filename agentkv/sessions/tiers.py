@@ -18,12 +18,14 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-from agentkv.errors import AgentKVError, CapacityExceeded, ChunkFault, StorageError, StorageFull
+from agentkv.errors import AgentKVError, ChunkFault, StorageError, StorageFull
 from agentkv.kv.contract import Layout, SequenceKV
+from agentkv.policies.residency import ResidencyPolicy
 from agentkv.sessions.attaching import Attaching
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import Manifest
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.residency import Residency
 from agentkv.sessions.restoring import ChunkReader
 from agentkv.sessions.storing import ChunkWriter
 from agentkv.sessions.writebehind import WriteBehind
@@ -55,6 +57,9 @@ class Tiers:
         kv_fingerprint: str,
         context: int,
         device_budget: int,
+        residency: ResidencyPolicy,
+        most_waiting: int,
+        wait_seconds: float,
         idle_seconds: float,
         disk_seconds: float,
     ) -> None:
@@ -69,59 +74,35 @@ class Tiers:
         self._cores = cores
         self._fingerprint = kv_fingerprint
         self._context = context
-        self.device_budget = device_budget
+        self.residency = Residency(
+            self,
+            layout,
+            cores,
+            residency,
+            context=context,
+            budget=device_budget,
+            most_waiting=most_waiting,
+            wait_seconds=wait_seconds,
+        )
         self._idle_seconds = idle_seconds
         self._disk_seconds = disk_seconds
         self.behind = WriteBehind(repository, writer, executor)
         self.fallbacks: dict[str, int] = {}
 
-    # -- device budget ------------------------------------------------------------------------------------------------
-
     @property
     def device_bytes(self) -> int:
         """Bytes reserved on the device by all sessions."""
-        return sum(core.reserved for core in self._cores())
+        return self.residency.used
 
-    async def reserve(self, core: SessionCore, tokens: int) -> None:
-        """Make sure that ``core`` may hold ``tokens`` tokens, demoting the least recently used idle sessions.
+    @property
+    def device_budget(self) -> int:
+        """Most bytes that they may reserve."""
+        return self.residency.budget
 
-        All or nothing: where demoting every idle session would not do, none is touched and ``CapacityExceeded`` says
-        the numbers.
-        """
-        limit = core.limit(self._context)
-        needed = self.layout.bytes_needed(core.kv, min(tokens, limit), limit)
-        stuck: set[SessionCore] = set()
-        while True:
-            others = [c for c in self._cores() if c is not core]
-            used = sum(c.reserved for c in others)
-            if used + needed <= self.device_budget:
-                core.reserved = needed
-                return
-            movable = (c for c in others if c.kv is not None and c.idle and c not in stuck)
-            idle = sorted(movable, key=lambda c: c.last_used)
-            freeable = sum(c.reserved for c in idle)
-            if used - freeable + needed > self.device_budget:
-                raise CapacityExceeded(
-                    f"this turn needs {needed:,} bytes of KV on the device; {self.device_budget - used + freeable:,} "
-                    f"of the budget of {self.device_budget:,} can be freed now. Retry later, lower max_tokens, or "
-                    "raise device_budget",
-                    needed=needed,
-                    available=self.device_budget - used + freeable,
-                    budget=self.device_budget,
-                    retry_after=2.0,
-                )
-            for victim in idle:
-                if victim.idle and victim.kv is not None:
-                    try:
-                        await self.suspend(victim, Tier.HOST)
-                    except StorageError as error:
-                        logger.error("session %s could not be demoted: %s", victim.id, error)
-                        stuck.add(victim)
-                    break
-
-    def settle(self, core: SessionCore) -> None:
-        """After a turn: count what is really reserved."""
-        core.reserved = core.kv.nbytes if core.kv is not None else 0
+    @device_budget.setter
+    def device_budget(self, nbytes: int) -> None:
+        self.residency.budget = nbytes
+        self.residency.admission.freed()
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
@@ -152,6 +133,7 @@ class Tiers:
         self._release_host(core)
         core.unsaved, core.short = None, report.reason
         report = replace(report, seconds=time.perf_counter() - started)
+        self.residency.rates.restored(report.source, report.tokens, report.seconds)
         if report.reason is not None:
             kind = report.reason.split(":")[0]
             self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
@@ -286,6 +268,7 @@ class Tiers:
         kv.close()
         if state is SessionState.DISK:
             core.ledger = None
+        self.residency.admission.freed()
         fault_point("suspend.end")
 
     async def _hold_unsaved(self, core: SessionCore) -> bool:
@@ -363,6 +346,7 @@ class Tiers:
             core.kv.close()
         core.kv, core.reserved, core.ledger = None, 0, None
         self._release_host(core)
+        self.residency.admission.freed()
 
     # -- idle sessions ------------------------------------------------------------------------------------------------
 

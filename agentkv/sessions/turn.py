@@ -116,7 +116,7 @@ class Turn:
         generate = request.sampling is not None
         max_tokens = self._allowed(prompt_tokens, request.sampling)
         try:
-            await self._tiers.reserve(core, prompt_tokens + max_tokens)
+            await self._tiers.residency.reserve(core, prompt_tokens + max_tokens)
             room = len(ledger) - core.record.kv_length + len(rendered.ids) + max_tokens
             restore, cached = await self._made_live(room, ledger)
             assert core.kv is not None
@@ -137,7 +137,7 @@ class Turn:
             fault_point("turn.after_commit")
             return done
         finally:
-            self._tiers.settle(core)
+            self._tiers.residency.settle(core)
 
     async def _made_live(self, room: int, ledger: array[int]) -> tuple[RestoreReport, int]:
         """The session's KV on the device, and how many of the tokens that it held at the last commit were there.
@@ -263,6 +263,7 @@ class Turn:
                 core.kv.rollback(job.undo)  # it was done before it could be dropped
             raise
         assert result is not None
+        self._tiers.residency.rates.prefilled(len(feed), result.prefill_seconds)
         if result.first_token_seconds is not None:
             self._first_token = job.submitted + result.first_token_seconds
         core.early.update(result.windows)

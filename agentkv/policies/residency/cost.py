@@ -17,8 +17,8 @@ class Cost(ResidencyPolicy):
     """Restore seconds a byte and second of waiting: keep what is dear to bring back, small, and wanted soon.
 
     As GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998) weighs cost and use against size; use is the rate at which
-    the session is expected back: by its user's hint, else by its own pauses, and with the present one as it grows
-    longer than they were.
+    the session is expected back: by its user's hint, else by its own pauses, and the later the longer the present one
+    lasts already: tools that have not answered soon take long.
     """
 
     name = "cost"
@@ -32,4 +32,4 @@ class Cost(ResidencyPolicy):
         if facts.expected is not None:
             # A hint that has passed is wrong by at least so much: it may be wrong by as much again.
             return max(_SOONEST, facts.expected if facts.expected >= 0 else -facts.expected)
-        return max(_SOONEST, _UNKNOWN if facts.gap is None else facts.gap, facts.idle)
+        return max(_SOONEST, (_UNKNOWN if facts.gap is None else facts.gap) + facts.idle)

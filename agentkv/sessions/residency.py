@@ -1,0 +1,177 @@
+"""The device's budget: who gets memory, who waits for it, and who gives it up.
+
+One turn at a time decides, the first in line. It demotes idle sessions by a plan that is carried out whole or not at
+all; where no plan suffices it waits, holding nothing: its own session's KV leaves the device too, so that two turns can
+never wait for each other's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from agentkv.errors import CapacityExceeded, StorageError
+from agentkv.kv.contract import Layout
+from agentkv.policies.residency import ResidencyPolicy, SessionFacts, plan
+from agentkv.sessions.admission import Admission, QueueFull
+from agentkv.sessions.core import SessionCore
+from agentkv.sessions.rates import Rates
+from agentkv.types import Tier
+
+if TYPE_CHECKING:
+    from agentkv.sessions.tiers import Tiers
+
+__all__ = ["Residency"]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER = 2.0
+_RESTORE_BYTES_SECOND = 500e6
+"""What a restore is taken for until one was measured."""
+
+
+class Residency:
+    """Admits turns to the device. Runs on the event loop."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        layout: Layout[Any],
+        cores: Callable[[], Iterable[SessionCore]],
+        policy: ResidencyPolicy,
+        *,
+        context: int,
+        budget: int,
+        most_waiting: int,
+        wait_seconds: float,
+    ) -> None:
+        self._tiers = tiers
+        self._layout = layout
+        self._cores = cores
+        self.context = context
+        self.policy = policy
+        self.budget = budget
+        self.rates = Rates()
+        self.admission = Admission(most_waiting, wait_seconds)
+
+    @property
+    def used(self) -> int:
+        """Bytes reserved on the device by all sessions."""
+        return sum(core.reserved for core in self._cores())
+
+    async def reserve(self, core: SessionCore, tokens: int) -> None:
+        """Make sure that ``core`` may hold ``tokens`` tokens: free memory, then idle sessions', then what others give
+        back while it waits. Call with the gate held.
+
+        ``CapacityExceeded`` at once where it can never fit, or where too many wait; else after ``wait_seconds``.
+        """
+        needed = self._needed(core, tokens)
+        if needed > self.budget:
+            raise CapacityExceeded(
+                f"this conversation needs {needed:,} bytes of KV on the device, the whole budget is {self.budget:,}: "
+                f"{self._advice()}, or raise device_budget",
+                needed=needed,
+                available=self.budget,
+                budget=self.budget,
+                retry_after=None,
+            )
+        if not self.admission.waiting and self._fits(core, needed):
+            return
+        try:
+            if await self.admission.until(lambda: self._admitted(core, tokens)):
+                return
+            why = "in time"
+        except QueueFull:
+            why = f"now, and {self.admission.waiting} turns wait for memory already"
+        movable = sum(other.reserved for other in self._movable(core))
+        available = self.budget - self.used + core.reserved + movable
+        raise CapacityExceeded(
+            f"this turn needs {needed:,} bytes of KV on the device; {available:,} of the budget of {self.budget:,} "
+            f"could be freed {why}. Retry later, lower max_tokens, or raise device_budget",
+            needed=needed,
+            available=available,
+            budget=self.budget,
+            retry_after=_RETRY_AFTER,
+        )
+
+    def settle(self, core: SessionCore) -> None:
+        """After a turn: count what is really reserved."""
+        core.reserved = core.kv.nbytes if core.kv is not None else 0
+        self.admission.freed()
+
+    def facts(self, core: SessionCore, now: float) -> SessionFacts:
+        """What a residency policy may know of a session that is on the device."""
+        source = "host" if core.record.kv_length == core.stored else "disk"
+        known = self.rates.estimate(source, core.record.held.tokens).restore
+        return SessionFacts(
+            id=core.id,
+            nbytes=core.reserved,
+            idle=now - core.last_used,
+            gap=core.gap,
+            uses=core.uses,
+            expected=None if core.expected_at is None else core.expected_at - now,
+            restore=core.reserved / _RESTORE_BYTES_SECOND if known is None else known,
+        )
+
+    def _needed(self, core: SessionCore, tokens: int) -> int:
+        limit = core.limit(self.context)
+        return self._layout.bytes_needed(core.kv, min(tokens, limit), limit)
+
+    def _fits(self, core: SessionCore, needed: int) -> bool:
+        if self.used - core.reserved + needed > self.budget:
+            return False
+        core.reserved = needed
+        return True
+
+    def _movable(self, but: SessionCore) -> list[SessionCore]:
+        now = time.monotonic()
+        return [
+            core
+            for core in self._cores()
+            if core is not but and core.kv is not None and core.idle and not core.pinned(now)
+        ]
+
+    async def _admitted(self, core: SessionCore, tokens: int) -> bool:
+        stuck: set[SessionCore] = set()
+        while not self._fits(core, self._needed(core, tokens)):
+            missing = self.used - core.reserved + self._needed(core, tokens) - self.budget
+            now = time.monotonic()
+            candidates = {c.id: c for c in self._movable(core) if c not in stuck}
+            chosen = plan(self.policy, [self.facts(c, now) for c in candidates.values()], missing)
+            if chosen is None:
+                await self._let_go(core)
+                return False
+            for name in chosen.sessions:
+                victim = candidates[name]
+                if not victim.idle or victim.kv is None:
+                    break  # a turn was faster: plan anew
+                try:
+                    await self._tiers.suspend(victim, Tier.HOST)
+                except StorageError as error:
+                    logger.error("session %s could not be demoted: %s", victim.id, error)
+                    stuck.add(victim)
+                    break
+        return True
+
+    async def _let_go(self, core: SessionCore) -> None:
+        """What waits holds nothing."""
+        if core.kv is None:
+            return
+        try:
+            await self._tiers.demote(core, Tier.HOST)
+        except StorageError as error:
+            logger.error("session %s keeps its memory while it waits: %s", core.id, error)
+
+    def _advice(self) -> str:
+        """A policy that would fit, or another layout."""
+        low, high = 0, min(self.context, 2**20)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._layout.bytes_needed(None, middle, middle) <= self.budget:
+                low = middle
+            else:
+                high = middle - 1
+        window = low // 256 * 256 or low
+        return f"policy 'sink:{window}' would fit" if window >= 32 else "no policy would fit"
