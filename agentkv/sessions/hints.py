@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from agentkv.errors import AgentKVError, CapacityExceeded, InvalidRequest
 from agentkv.sessions.core import SessionCore
@@ -39,32 +39,33 @@ class HintOutcome:
 
 
 class Hints:
-    """Acts on hints. Runs on the event loop; ``spawn`` starts a task that is waited for when the runtime closes."""
+    """Acts on hints. Runs on the event loop."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        cores: Callable[[], Iterable[SessionCore]],
-        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        pin_budget: int,
-    ) -> None:
+    def __init__(self, tiers: Tiers, cores: Callable[[], Iterable[SessionCore]], pin_budget: int) -> None:
         self._tiers = tiers
         self._cores = cores
-        self._spawn = spawn
         self._pin_budget = pin_budget
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def stop(self) -> None:
+        """Nothing is brought back any more: the runtime is closing."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def expect(self, core: SessionCore, seconds: float) -> HintOutcome:
         """It is wanted again in so many seconds: what others need meanwhile it gives up, and is back before."""
         if not seconds >= 0:
             raise InvalidRequest(f"a session is expected in 0 or more seconds, not {seconds}", param="seconds")
-        clipped = seconds > _MOST_SECONDS
-        seconds = min(seconds, _MOST_SECONDS)
-        core.expected_at = due = time.monotonic() + seconds
+        core.expected_at = due = time.monotonic() + min(seconds, _MOST_SECONDS)
         if core.record.kv_length == 0:
             return HintOutcome("missing", "it has no KV yet")
         if seconds >= _LEAST_AWAY:
-            self._spawn(self._return(core, due))
-        return HintOutcome("clipped", f"to {_MOST_SECONDS:.0f} s") if clipped else HintOutcome("accepted")
+            task = asyncio.create_task(self._return(core, due), name="agentkv-hint")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return _accepted(seconds)
 
     async def _return(self, core: SessionCore, due: float) -> None:
         """Bring it back shortly before ``due``, unless something else was heard of it since."""
@@ -122,14 +123,12 @@ class Hints:
             return HintOutcome("missing", "it is not on the device: prefetch it first")
         others = sum(c.reserved for c in self._cores() if c is not core and c.pinned(now))
         if others + core.reserved > self._pin_budget:
-            return HintOutcome(
-                "rejected",
-                f"it holds {core.reserved:,} bytes, other pinned sessions {others:,}, of pin_budget {self._pin_budget:,}",
+            detail = (
+                f"it holds {core.reserved:,} bytes, others that are pinned {others:,}; pin_budget {self._pin_budget:,}"
             )
+            return HintOutcome("rejected", detail)
         core.pinned_until = now + min(seconds, _MOST_SECONDS)
-        return (
-            HintOutcome("clipped", f"to {_MOST_SECONDS:.0f} s") if seconds > _MOST_SECONDS else HintOutcome("accepted")
-        )
+        return _accepted(seconds)
 
     async def close(self, core: SessionCore) -> HintOutcome:
         """It is not wanted again soon: to disk with it. The conversation stays."""
@@ -143,3 +142,7 @@ class Hints:
         except AgentKVError as error:
             return HintOutcome("rejected", str(error))
         return HintOutcome("accepted" if report.tier is Tier.DISK else "clipped", f"it is in {report.tier} memory now")
+
+
+def _accepted(seconds: float) -> HintOutcome:
+    return HintOutcome("accepted") if seconds <= _MOST_SECONDS else HintOutcome("clipped", f"to {_MOST_SECONDS:.0f} s")

@@ -271,6 +271,8 @@ class Sessions:
     async def close(self) -> None:
         """Cancel running turns, then store what is live. Idempotent."""
         self._closed = True
+        if hasattr(self, "hints"):
+            await self.hints.stop()
         running = [task for task in self._tasks if not task.done()]
         for task in running:
             if task.get_name() == "agentkv-turn":

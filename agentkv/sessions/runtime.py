@@ -115,7 +115,7 @@ class AgentKV:
         self.sessions = Sessions(settings, self._model, self._repository)
         self.sessions.tiers = self._tiers(blobs, calibration)
         pin_budget = bytes_of(settings.pin_budget, self.sessions.tiers.device_budget)
-        self.sessions.hints = Hints(self.sessions.tiers, self.sessions.cores, self.sessions.tracked, pin_budget)
+        self.sessions.hints = Hints(self.sessions.tiers, self.sessions.cores, pin_budget)
         await self._sweep(blobs)
         self._model.engine.start()
         self._watch = asyncio.create_task(self.sessions.tiers.watch(), name="agentkv-idle")
