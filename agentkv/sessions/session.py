@@ -191,7 +191,7 @@ class Session:
     # -- hints --------------------------------------------------------------------------------------------------------
 
     async def expect(self, seconds: float) -> HintOutcome:
-        """It is wanted again in so many seconds: others may have its memory meanwhile, it is brought back just before."""
+        """It is wanted again in so many seconds. Others may have its memory meanwhile; it comes back just before."""
         self._core.check_open()
         return await self._sessions.hints.expect(self._core, seconds)
 
