@@ -18,6 +18,7 @@ from agentkv.policies.retention import ItemView, RetentionPolicy, parse_policy
 from agentkv.schemas.messages import Message, ToolCall
 from agentkv.sessions.db.records import ItemRecord, Manifest, SessionRecord
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.stats import Counts, Held
 from agentkv.types import SessionState
 
 __all__ = ["SessionCore"]
@@ -47,7 +48,8 @@ class SessionCore:
     held: dict[str, int] = field(default_factory=dict)
     unsaved: Manifest | None = None
     short: str | None = None
-    reserved: int = 0
+    memory: Held = field(default_factory=Held)
+    counts: Counts = field(default_factory=Counts)
     gate: asyncio.Lock = field(default_factory=asyncio.Lock)
     turns: int = 0
     writing: asyncio.Task[None] | None = None
@@ -70,6 +72,15 @@ class SessionCore:
     def id(self) -> str:
         """The session's id."""
         return self.record.id
+
+    @property
+    def reserved(self) -> int:
+        """Bytes reserved for it on the device."""
+        return self.memory.nbytes
+
+    @reserved.setter
+    def reserved(self, nbytes: int) -> None:
+        self.memory.become(nbytes)
 
     @property
     def idle(self) -> bool:

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from agentkv.engine.engine import Engine
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.templates import ChatTemplate
 from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound, Unsupported
@@ -47,6 +48,11 @@ class Sessions:
         self._closed = False
         self.tiers: Tiers
         self.hints: Hints
+
+    @property
+    def engine(self) -> Engine:
+        """The model thread."""
+        return self._model.engine
 
     def cores(self) -> list[SessionCore]:
         """Sessions that this process has touched."""
@@ -110,6 +116,7 @@ class Sessions:
         await self.repository.create_session(core.record, items, head, turn)
         core.template = template
         self._cores[core.id] = core
+        self.tiers.observer.created(core)
         return Session(core, self)
 
     def _check_movable(self, policy: RetentionPolicy) -> None:
@@ -217,7 +224,9 @@ class Sessions:
                 raise
             await self.tiers.drop(core)
             self._cores.pop(core.id, None)
-        return await self.tiers.writer.collect_garbage()
+        freed = await self.tiers.writer.collect_garbage()
+        self.tiers.observer.deleted(core, freed)
+        return freed
 
     async def resume(self, core: SessionCore) -> RestoreReport:
         """See ``Session.resume``."""

@@ -69,6 +69,7 @@ class Residency:
         """
         needed = self._needed(core, tokens)
         if needed > self.budget:
+            self._tiers.observer.refused(core, needed)
             raise CapacityExceeded(
                 f"this conversation needs {needed:,} bytes of KV on the device, the whole budget is {self.budget:,}: "
                 f"{self._advice()}, or raise device_budget",
@@ -85,6 +86,7 @@ class Residency:
             why = "in time"
         except QueueFull:
             why = f"now, and {self.admission.waiting} turns wait for memory already"
+        self._tiers.observer.refused(core, needed)
         movable = sum(other.reserved for other in self._movable(core))
         available = self.budget - self.used + core.reserved + movable
         raise CapacityExceeded(

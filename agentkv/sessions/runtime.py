@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Generator
+import time
+from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from agentkv.engine.loading import LoadedModel
     from agentkv.models.calibrations import StoredCalibration
     from agentkv.sessions.db.repository import Repository
+    from agentkv.sessions.events import LifecycleEvent
     from agentkv.sessions.home import Home
     from agentkv.sessions.manager import Sessions
+    from agentkv.sessions.stats import RuntimeStats
     from agentkv.storage.blobs import BlobStore
 
 __all__ = ["AgentKV"]
@@ -49,6 +52,7 @@ class AgentKV:
         self._executor: ThreadPoolExecutor | None = None
         self._watch: asyncio.Task[None] | None = None
         self._state = "new"
+        self._opened = time.monotonic()
 
     @classmethod
     def open(cls, **settings: Any) -> Self:
@@ -191,6 +195,22 @@ class AgentKV:
             logger.info("swept %d chunk files that the index did not know: %s", report.files, report)
         await self.sessions.tiers.writer.collect_garbage()
 
+    def stats(self) -> RuntimeStats:
+        """Sessions by state, bytes by tier against their budgets, tokens, restores, time saved. Reads no disk."""
+        from agentkv.sessions.reporting import runtime_stats
+
+        return runtime_stats(self.sessions, self._opened)
+
+    def metrics(self) -> bytes:
+        """``stats`` in Prometheus' text format, base units, without session ids."""
+        from agentkv.sessions.metrics import exposition
+
+        return exposition(self.stats)
+
+    def events(self) -> AsyncIterator[LifecycleEvent]:
+        """What happens to sessions from now on, until the runtime closes: restored, demoted, evicted, fallback …"""
+        return self.sessions.tiers.observer.events.read()
+
     async def flush(self) -> None:
         """Returns once the KV of every committed turn is on disk, or its trouble is noted. Waits for running turns."""
         await self.sessions.flush()
@@ -212,6 +232,7 @@ class AgentKV:
                 stack.push_async_callback(self._model.engine.stop)
                 self._model = None
             if hasattr(self, "sessions"):
+                stack.callback(self.sessions.tiers.observer.events.close)
                 stack.push_async_callback(self.sessions.close)
             if self._watch is not None:
                 self._watch.cancel()

@@ -15,7 +15,9 @@ from agentkv.schemas.replies import Done, Event, Item, Reply, SessionInfo
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.hints import HintOutcome
+from agentkv.sessions.reporting import session_usage
 from agentkv.sessions.spans import gaps, held_spans, item_states
+from agentkv.sessions.stats import SessionUsage
 from agentkv.sessions.turn import Appended, TurnInput, public_item
 from agentkv.types import RestoreReport, SessionState, Span, SuspendReport, Tier
 
@@ -164,6 +166,11 @@ class Session:
             updated_at=r.updated_at,
             metadata=dict(r.metadata),
         )
+
+    def usage(self) -> SessionUsage:
+        """Tokens, restores and memory that it has used since the runtime opened."""
+        self._core.check_open()
+        return session_usage(self._core)
 
     # -- moving -------------------------------------------------------------------------------------------------------
 

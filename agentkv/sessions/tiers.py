@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from agentkv.sessions.attaching import Attaching
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import Manifest
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.observing import Observer
 from agentkv.sessions.residency import Residency
 from agentkv.sessions.restoring import ChunkReader
 from agentkv.sessions.storing import ChunkWriter
@@ -86,8 +87,13 @@ class Tiers:
         )
         self._idle_seconds = idle_seconds
         self._disk_seconds = disk_seconds
-        self.behind = WriteBehind(repository, writer, executor)
-        self.fallbacks: dict[str, int] = {}
+        self.observer = Observer()
+        self.behind = WriteBehind(repository, writer, executor, self.observer)
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """How often stored KV could not be used, by reason."""
+        return self.observer.total.fallbacks
 
     @property
     def device_bytes(self) -> int:
@@ -134,9 +140,8 @@ class Tiers:
         core.unsaved, core.short = None, report.reason
         report = replace(report, seconds=time.perf_counter() - started)
         self.residency.rates.restored(report.source, report.tokens, report.seconds)
+        self.observer.restored(core, report, self.residency.rates.estimate(report.source, report.tokens).recompute)
         if report.reason is not None:
-            kind = report.reason.split(":")[0]
-            self.fallbacks[kind] = self.fallbacks.get(kind, 0) + 1
             logger.warning(
                 "session %s: %d of %d tokens restored, %d to recompute: %s",
                 core.id,
@@ -264,6 +269,7 @@ class Tiers:
         if not held and tier is Tier.HOST:
             held = await self._hold(core)
         state = SessionState.HOST if held else SessionState.DISK
+        self.observer.demoted(core, Tier.HOST if held else Tier.DISK, core.reserved)
         kv, core.kv, core.state, core.reserved = core.kv, None, state, 0
         kv.close()
         if state is SessionState.DISK:

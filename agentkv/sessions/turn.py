@@ -311,6 +311,7 @@ class Turn:
             restore=asdict(restore),
             created_at=time.time(),
         )
+        known, evicted_before = core.record.kv_length, core.record.kv_length - core.record.held.tokens
         kv_length = core.kv.length
         placement = None if core.kv.placement.trivial else core.kv.placement
         write = asyncio.ensure_future(
@@ -337,6 +338,8 @@ class Turn:
             turns=turn.seq + 1,
             updated_at=turn.created_at,
         )
+        usage = Usage(prompt_tokens, len(generated), cached)
+        self._tiers.observer.turn(core, usage, known, kv_length - core.record.held.tokens - evicted_before)
         if cancelled is not None:
             raise cancelled
         public = tuple(public_item(item) for item in items)
@@ -350,7 +353,7 @@ class Turn:
                 item_id=items[-1].id,
                 text=text,
                 finish_reason=result.finish_reason,
-                usage=Usage(prompt_tokens, len(generated), cached),
+                usage=usage,
                 restore=restore,
                 ttft_seconds=(self._first_token or now) - self._started,
                 seconds=now - self._started,

@@ -10,6 +10,7 @@ from functools import partial
 from agentkv.errors import AgentKVError, StorageError
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.observing import Observer
 from agentkv.sessions.snapshots import Snapshot, take_snapshot
 from agentkv.sessions.storing import ChunkWriter
 
@@ -27,10 +28,11 @@ class WriteBehind:
     ``storage_error``: what the disk said last, ``None`` while it takes what it is given.
     """
 
-    def __init__(self, repository: Repository, writer: ChunkWriter, executor: Executor) -> None:
+    def __init__(self, repository: Repository, writer: ChunkWriter, executor: Executor, observer: Observer) -> None:
         self._repository = repository
         self._writer = writer
         self._executor = executor
+        self._observer = observer
         self.storage_error: str | None = None
 
     async def add(self, core: SessionCore) -> None:
@@ -83,11 +85,13 @@ class WriteBehind:
         except AgentKVError as error:
             if isinstance(error, StorageError):
                 self.storage_error = str(error)
+                self._observer.storage(self.storage_error)
             core.stored = core.snapped = None
             if not core.deleted:
                 logger.error("session %s: KV was not written to disk: %s", core.id, error)
         else:
             self.storage_error = None
+            self._observer.storage(None)
             core.stored = report.stop
             core.written_chunks += report.chunks
             codec = self._writer.codec(core.record.idle_codec)

@@ -1,0 +1,70 @@
+"""Where events are told and counts are kept: one object that every part of a runtime reports to."""
+
+from __future__ import annotations
+
+from agentkv.sessions.core import SessionCore
+from agentkv.sessions.events import Events
+from agentkv.sessions.stats import Counts
+from agentkv.types import RestoreReport, Tier, Usage
+
+__all__ = ["Observer"]
+
+
+class Observer:
+    """Runs on the event loop; nothing here waits. ``total``: of all sessions, deleted ones included."""
+
+    def __init__(self) -> None:
+        self.events = Events()
+        self.total = Counts()
+        self.byte_seconds: dict[str, float] = {}
+        """Device memory of sessions that are gone, by agent."""
+        self._storage_error: str | None = None
+
+    def created(self, core: SessionCore) -> None:
+        """A new session, with its head in the ledger."""
+        self.events.emit("created", core.id, agent=core.record.agent_id or "", tokens=core.record.ledger_length)
+
+    def deleted(self, core: SessionCore, freed: int) -> None:
+        """A session is gone for good; ``freed``: bytes on disk."""
+        agent = core.record.agent_id or ""
+        self.byte_seconds[agent] = self.byte_seconds.get(agent, 0.0) + core.memory.now()
+        self.events.emit("deleted", core.id, freed_bytes=freed)
+
+    def turn(self, core: SessionCore, usage: Usage, known: int, evicted: int) -> None:
+        """A turn was committed; ``known``: tokens it found in the KV state's ledger; ``evicted``: given up in it."""
+        for counts in (core.counts, self.total):
+            counts.turn(usage, known)
+        if evicted:
+            self.events.emit("evicted", core.id, tokens=evicted)
+
+    def restored(self, core: SessionCore, report: RestoreReport, recompute: float | None) -> None:
+        """Its KV is on the device again, all of it or a part; ``recompute``: expected seconds for what was reused."""
+        for counts in (core.counts, self.total):
+            counts.restore(report, recompute)
+        seconds = round(report.seconds, 4)
+        if report.tokens:
+            self.events.emit(
+                "restored",
+                core.id,
+                source=report.source,
+                tokens=report.tokens,
+                seconds=seconds,
+                codec=report.codec or "",
+            )
+        if report.reason is not None:
+            kind = report.reason.split(":")[0]
+            self.events.emit("fallback", core.id, reason=kind, tokens=report.recomputed_tokens)
+
+    def demoted(self, core: SessionCore, tier: Tier, nbytes: int) -> None:
+        """It left the device, which has so many bytes more."""
+        self.events.emit("demoted", core.id, tier=str(tier), device_bytes=nbytes)
+
+    def refused(self, core: SessionCore, needed: int) -> None:
+        """There was no memory for its turn."""
+        self.events.emit("refused", core.id, needed_bytes=needed)
+
+    def storage(self, error: str | None) -> None:
+        """What the disk said to the last write; ``None`` where it took it. Told when it changes."""
+        if (error is None) != (self._storage_error is None):
+            self.events.emit("storage_ok" if error is None else "storage_full", None, reason=error or "")
+        self._storage_error = error
