@@ -221,6 +221,7 @@ class Tiers:
         ``CancelledError`` once the move has ended: a half-written store would be known to SQL and not to ``core``.
         """
         task = asyncio.create_task(self._suspend(core, tier))
+        task.add_done_callback(lambda _: self.residency.admission.freed())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

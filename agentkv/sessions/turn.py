@@ -106,6 +106,8 @@ class Turn:
             raise
         except Exception as error:
             self.events.put_nowait(error)
+        finally:
+            self._tiers.residency.admission.freed()  # it is idle now: its memory may be had
 
     async def _committed_turn(self) -> Done | Appended:
         core, request = self._core, self._request
