@@ -518,7 +518,7 @@ async def test_an_idle_session_moves_to_host_memory_then_to_disk_and_comes_back(
 
 
 async def test_the_least_recently_used_session_makes_room_and_a_running_one_never(model: Path, tmp_path: Path) -> None:
-    async with opened(tmp_path / "home", model) as kv:
+    async with opened(tmp_path / "home", model, residency="lru", admission_seconds=0.1) as kv:
         tiers = kv.sessions.tiers
         old, recent, new = [await kv.sessions.create() for _ in range(3)]
         for session in (old, recent):
