@@ -11,7 +11,7 @@ import typer.core
 
 from agentkv import __version__
 from agentkv.bench.app import app as bench
-from agentkv.cli import calibrate, chat, demo, doctor, models, sessions, store
+from agentkv.cli import calibrate, chat, demo, doctor, models, sessions, store, top
 from agentkv.errors import AgentKVError
 
 __all__ = ["app"]
@@ -70,6 +70,7 @@ app.add_typer(sessions.app, name="sessions")
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(store.app, name="store")
 app.command("doctor")(doctor.doctor)
+app.command("top")(top.top)
 app.add_typer(bench, name="bench")
 
 if __name__ == "__main__":

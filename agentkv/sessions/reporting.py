@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.stats import RuntimeStats, SessionUsage, TierStats
@@ -12,7 +14,10 @@ from agentkv.sessions.stats import RuntimeStats, SessionUsage, TierStats
 if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions
 
-__all__ = ["runtime_stats", "session_usage"]
+__all__ = ["look", "runtime_stats", "session_usage"]
+
+
+_MOST_SHOWN = 200
 
 
 def session_usage(core: SessionCore) -> SessionUsage:
@@ -64,3 +69,29 @@ def runtime_stats(sessions: Sessions, opened: float) -> RuntimeStats:
         storage_error=tiers.behind.storage_error,
         byte_seconds=dict(by_agent),
     )
+
+
+def look(sessions: Sessions, opened: float, model: str) -> dict[str, Any]:
+    """``runtime_stats`` and a line for each session that holds memory or was used lately, as plain values."""
+    now = time.monotonic()
+    cores = sorted(sessions.cores(), key=lambda core: (core.idle, core.last_used and now - core.last_used))
+    return {
+        "pid": os.getpid(),
+        "model": model,
+        "layout": sessions.tiers.layout.name,
+        "stats": asdict(runtime_stats(sessions, opened)),
+        "sessions": [
+            {
+                "id": core.id,
+                "agent": core.record.agent_id,
+                "state": str(core.state),
+                "busy": not core.idle,
+                "tokens": core.record.ledger_length,
+                "turns": core.record.turns,
+                "device_bytes": core.reserved,
+                "host_bytes": sum(core.held.values()),
+                "idle": now - core.last_used,
+            }
+            for core in cores[:_MOST_SHOWN]
+        ],
+    }

@@ -20,6 +20,7 @@ from agentkv.settings import Settings
 if TYPE_CHECKING:
     from agentkv.engine.loading import LoadedModel
     from agentkv.models.calibrations import StoredCalibration
+    from agentkv.sessions.control import Control
     from agentkv.sessions.db.repository import Repository
     from agentkv.sessions.events import LifecycleEvent
     from agentkv.sessions.home import Home
@@ -51,6 +52,7 @@ class AgentKV:
         self._model: LoadedModel | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._control: Control | None = None
         self._state = "new"
         self._opened = time.monotonic()
 
@@ -101,11 +103,13 @@ class AgentKV:
         # torch and transformers take seconds to import: not on the event loop.
         await asyncio.to_thread(_import_engine)
         from agentkv.models.calibrations import load_calibration
+        from agentkv.sessions.control import Control
         from agentkv.sessions.db.repository import Repository
         from agentkv.sessions.hints import Hints
         from agentkv.sessions.home import Home
         from agentkv.sessions.manager import Sessions
         from agentkv.sessions.opening import bytes_of, open_store
+        from agentkv.sessions.reporting import look
 
         self._home = await asyncio.to_thread(Home, settings.home)
         self._repository = await Repository.open(settings.database_url)
@@ -123,6 +127,9 @@ class AgentKV:
         await self._sweep(blobs)
         self._model.engine.start()
         self._watch = asyncio.create_task(self.sessions.tiers.watch(), name="agentkv-idle")
+        model = self._model.name
+        self._control = Control(settings.home, lambda: look(self.sessions, self._opened, model))
+        await self._control.start()
 
     def _tiers(self, blobs: BlobStore, calibration: StoredCalibration) -> Any:
         from agentkv.models.gate import auto_codec, layout_trouble
@@ -234,6 +241,8 @@ class AgentKV:
             if hasattr(self, "sessions"):
                 stack.callback(self.sessions.tiers.observer.events.close)
                 stack.push_async_callback(self.sessions.close)
+            if self._control is not None:
+                stack.push_async_callback(self._control.stop)
             if self._watch is not None:
                 self._watch.cancel()
                 await asyncio.wait([self._watch])
