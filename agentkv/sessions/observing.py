@@ -31,7 +31,7 @@ class Observer:
         self.events.emit("deleted", core.id, freed_bytes=freed)
 
     def turn(self, core: SessionCore, usage: Usage, known: int, evicted: int) -> None:
-        """A turn was committed; ``known``: tokens it found in the KV state's ledger; ``evicted``: given up in it."""
+        """A turn was committed; ``known``: tokens that the last commit held; ``evicted``: given up in it."""
         for counts in (core.counts, self.total):
             counts.turn(usage, known)
         if evicted:

@@ -78,7 +78,9 @@ class Residency:
                 budget=self.budget,
                 retry_after=None,
             )
-        if not self.admission.waiting and self._fits(core, needed):
+        if self.admission.waiting:
+            await self._let_go(core)
+        elif self._fits(core, needed):
             return
         try:
             if await self.admission.until(lambda: self._admitted(core, tokens)):

@@ -47,7 +47,7 @@ class Counts:
     seconds_saved: float = 0.0
 
     def turn(self, usage: Usage, known: int) -> None:
-        """A turn was committed; ``known``: tokens that were in the ledger when it began."""
+        """A turn was committed; ``known``: tokens whose KV the last one had left."""
         self.turns += 1
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
@@ -94,8 +94,8 @@ class TierStats:
 class RuntimeStats:
     """A runtime now, and since it opened.
 
-    ``sessions``: those touched since then, by state. ``hit_rate``: the share of tokens already in the ledger when a
-    turn began that were not computed again; 1 before the first. ``waiting``: turns that wait for device memory.
+    ``sessions``: those touched since then, by state. ``hit_rate``: the share of tokens whose KV the
+    turn before had left that were not computed again; 1 before the first. ``waiting``: turns without memory yet.
     ``byte_seconds``: device memory by agent (``""``: without a name).
     """
 

@@ -313,7 +313,7 @@ class Turn:
             restore=asdict(restore),
             created_at=time.time(),
         )
-        known, evicted_before = core.record.kv_length, core.record.kv_length - core.record.held.tokens
+        known, evicted_before = core.record.held.tokens, core.record.kv_length - core.record.held.tokens
         kv_length = core.kv.length
         placement = None if core.kv.placement.trivial else core.kv.placement
         write = asyncio.ensure_future(
