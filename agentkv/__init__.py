@@ -14,8 +14,11 @@ from agentkv.types import RestoreReport, SuspendReport, Usage
 
 if TYPE_CHECKING:
     from agentkv.schemas.replies import Done, Item, Reply, SessionInfo, TextDelta
+    from agentkv.sessions.events import LifecycleEvent
+    from agentkv.sessions.hints import HintOutcome
     from agentkv.sessions.runtime import AgentKV
     from agentkv.sessions.session import Session
+    from agentkv.sessions.stats import RuntimeStats, SessionUsage
     from agentkv.settings import Settings
 
 __version__ = "0.1.0"
@@ -25,12 +28,16 @@ __all__ = [
     "AgentKVError",
     "Done",
     "Full",
+    "HintOutcome",
     "Item",
+    "LifecycleEvent",
     "Reply",
     "RestoreReport",
     "RetentionPolicy",
+    "RuntimeStats",
     "Session",
     "SessionInfo",
+    "SessionUsage",
     "Settings",
     "SinkWindow",
     "SlidingWindow",
@@ -43,10 +50,14 @@ __all__ = [
 _LATE = {
     "AgentKV": "agentkv.sessions.runtime",
     "Done": "agentkv.schemas.replies",
+    "HintOutcome": "agentkv.sessions.hints",
     "Item": "agentkv.schemas.replies",
+    "LifecycleEvent": "agentkv.sessions.events",
     "Reply": "agentkv.schemas.replies",
+    "RuntimeStats": "agentkv.sessions.stats",
     "Session": "agentkv.sessions.session",
     "SessionInfo": "agentkv.schemas.replies",
+    "SessionUsage": "agentkv.sessions.stats",
     "Settings": "agentkv.settings",
     "TextDelta": "agentkv.schemas.replies",
 }
