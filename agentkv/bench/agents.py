@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,9 @@ from agentkv.sessions.session import Session
 __all__ = ["SessionServer", "Work", "bench_agents", "measured", "prepared"]
 
 
+_POLICIES = ("lru", "lfu", "ttl", "cost")
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Traffic for one model. ``longest``: tokens of the longest ledger it leads to; ``budget``: bytes of live KV."""
@@ -31,14 +35,19 @@ class Work:
 
 
 class SessionServer:
-    """agentkv itself, through its public interface: one session an agent."""
+    """agentkv itself, through its public interface: one session an agent.
 
-    def __init__(self, kv: AgentKV) -> None:
+    ``hints``: agents say how long their tools usually take; how long they take this time they do not know.
+    """
+
+    def __init__(self, kv: AgentKV, *, hints: bool = False) -> None:
         self.kv = kv
+        self._hints = hints
+        self.outcomes: Counter[str] = Counter()
 
     def agent(self, conversation: Conversation) -> _Agent:
         """Somebody with a session of its own."""
-        return _Agent(self.kv, conversation)
+        return _Agent(self.kv, conversation, self.outcomes if self._hints else None)
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes now: reserved on the device, encoded in host memory and on disk."""
@@ -47,11 +56,20 @@ class SessionServer:
 
 
 class _Agent:
-    def __init__(self, kv: AgentKV, conversation: Conversation) -> None:
+    def __init__(self, kv: AgentKV, conversation: Conversation, outcomes: Counter[str] | None) -> None:
         self._kv = kv
+        self._outcomes = outcomes
         self._conversation = conversation
         self._session: Session | None = None
         self._known = 0
+
+    async def pause(self, seconds: float) -> None:
+        if self._session is None or self._outcomes is None:
+            await asyncio.sleep(seconds)
+            return
+        async with self._session.tool_wait(expected=self._conversation.usual_gap) as outcome:
+            self._outcomes[outcome.outcome] += 1
+            await asyncio.sleep(seconds)
 
     async def turn(self, turn: Turn) -> Answer:
         started, creating = time.perf_counter(), 0.0
@@ -138,21 +156,31 @@ async def bench_agents(
     home: Path | None,
     *,
     servers: Literal["sessions", "scratch", "both"] = "sessions",
+    residency: str | None = None,
+    hints: bool = False,
     dtype: str = "bfloat16",
     threads: int | None = None,
 ) -> dict[str, Any]:
     """``servers``: agentkv's sessions, a server that computes every turn from scratch, or one after the other on the
-    same traffic, with ratios. Each in a runtime and a temporary home of its own; sessions leave the device by pressure
-    alone.
+    same traffic, with ratios. ``residency``: the policy by which sessions leave the device, or ``all``: sessions under
+    each of agentkv's own, one after the other. ``hints``: agents announce their tools' waits.
+
+    Each run has a runtime and a temporary home of its own; sessions leave the device by pressure alone.
     """
+    if residency is not None and servers != "sessions":
+        raise InvalidRequest(
+            "residency policies are compared with each other: ask for no other server", param="residency"
+        )
     settings: dict[str, Any] = {"dtype": dtype, "threads": threads, "idle_seconds": 3600, "disk_seconds": 7200}
     async with open_runtime(model, home, **settings) as (kv, _):
         work = await asyncio.to_thread(prepared, kv, traffic, traces, device_budget)
 
-    async def run(stateless: bool) -> dict[str, Any]:
-        async with open_runtime(model, home, device_budget=work.budget, **settings) as (kv, _):
-            server = Stateless(kv.model) if stateless else SessionServer(kv)
-            return {**await measured(kv, server, work, traffic.in_flight), **machine(kv)}
+    async def run(stateless: bool = False, **more: Any) -> dict[str, Any]:
+        async with open_runtime(model, home, device_budget=work.budget, **settings, **more) as (kv, _):
+            sessions = SessionServer(kv, hints=hints)
+            figures = await measured(kv, Stateless(kv.model) if stateless else sessions, work, traffic.in_flight)
+            said = {"hints": dict(sessions.outcomes)} if hints and not stateless else {}
+            return {**figures, **said, **machine(kv)}
 
     result: dict[str, Any] = {
         "bench": "agents",
@@ -165,8 +193,11 @@ async def bench_agents(
         "device_budget_sessions": device_budget,
         "device_budget_bytes": work.budget,
         "reuse": servers != "scratch",
-        **await run(servers == "scratch"),
     }
+    if residency == "all":
+        return {**result, "policies": {name: await run(residency=name) for name in _POLICIES}}
+    chosen = {} if residency is None else {"residency": residency}
+    result |= {**chosen, **await run(servers == "scratch", **chosen)}
     if servers == "both":
         scratch = await run(True)
         result["no_reuse"] = scratch

@@ -100,6 +100,10 @@ def agents(
     ] = None,
     no_reuse: Annotated[bool, typer.Option("--no-reuse", help="Every turn computed from scratch.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Both, on the same traffic, with ratios.")] = False,
+    residency: Annotated[
+        str | None, typer.Option(help="Who leaves the device first: lru, lfu, ttl:600, cost; all: each in turn.")
+    ] = None,
+    hints: Annotated[bool, typer.Option("--hints", help="Agents say when they wait for a tool, and how long.")] = False,
     model: Model = "smollm2-135m",
     home: Home = None,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and KV.")] = "bfloat16",
@@ -116,6 +120,17 @@ def agents(
     traffic = Traffic(sessions=sessions, turns=turns, kinds=kinds, compression=compression, seed=seed)
     servers: Any = "both" if compare else "scratch" if no_reuse else "sessions"
     _run(
-        bench_agents(traffic, traces, device_budget, model, home, servers=servers, dtype=dtype, threads=threads),
+        bench_agents(
+            traffic,
+            traces,
+            device_budget,
+            model,
+            home,
+            servers=servers,
+            residency=residency,
+            hints=hints,
+            dtype=dtype,
+            threads=threads,
+        ),
         as_json,
     )

@@ -42,6 +42,9 @@ class Answer:
 class Agent(Protocol):
     """Holds one conversation with a server."""
 
+    async def pause(self, seconds: float) -> None:
+        """Let the agent's tools run for so long."""
+
     async def turn(self, turn: Turn) -> Answer:
         """Say the turn's messages and have the answer generated. Raises what the server raises."""
 
@@ -114,7 +117,7 @@ async def serve(server: Server, conversations: Sequence[Conversation], in_flight
     async def work(conversation: Conversation) -> None:
         agent = server.agent(conversation)
         for index, turn in enumerate(conversation.turns):
-            await asyncio.sleep(turn.gap_seconds)
+            await agent.pause(turn.gap_seconds)
             wanted = time.perf_counter()
             async with places:
                 waited = time.perf_counter() - wanted

@@ -82,6 +82,9 @@ class _Agent:
         self._conversation = conversation
         self._rendered: Rendered | None = None
 
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
     async def turn(self, turn: Turn) -> Answer:
         started = time.perf_counter()
         model = self._server.model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,8 +52,8 @@ def work(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Work:
 class Watched(SessionServer):
     """The real one; it remembers its agents and how many turns ran at once."""
 
-    def __init__(self, kv: AgentKV) -> None:
-        super().__init__(kv)
+    def __init__(self, kv: AgentKV, **options: Any) -> None:
+        super().__init__(kv, **options)
         self.agents: list[Any] = []
         self.most = self.now = 0
 
@@ -61,6 +62,9 @@ class Watched(SessionServer):
         self.agents.append(real)
 
         class Counting:
+            async def pause(self, seconds: float) -> None:
+                await real.pause(seconds)
+
             async def turn(self, turn: Turn) -> Answer:
                 server.now += 1
                 server.most = max(server.most, server.now)
@@ -213,6 +217,30 @@ async def test_refused_turns_are_errors_not_answers(model: Path, work: Work, tmp
     assert served.figures()["errors"] == 2 * TRAFFIC.turns
 
 
+async def test_agents_with_hints_announce_every_wait_behind_their_first_turn(
+    model: Path, work: Work, tmp_path: Path
+) -> None:
+    paused = [
+        replace(c, usual_gap=2.0, turns=tuple(replace(turn, gap_seconds=0.1) for turn in c.turns))
+        for c in work.conversations[:3]
+    ]
+    async with opened(tmp_path, model) as kv:
+        server = Watched(kv, hints=True)
+        serving = asyncio.create_task(serve(server, paused, 3))
+        announced = 0.0
+        while not serving.done():
+            now = time.monotonic()
+            announced = max([announced, *((c.expected_at or now) - now for c in kv.sessions.cores())])
+            await asyncio.sleep(0.005)
+        served = await serving
+        assert not served.errors and len(served.answers) == 3 * TRAFFIC.turns
+        assert server.outcomes == {"accepted": 3 * (TRAFFIC.turns - 1)}
+        assert 1.5 < announced <= 2.0
+        quiet = SessionServer(kv)
+        await serve(quiet, paused[:1], 1)
+        assert not quiet.outcomes
+
+
 # -- traffic for a model -----------------------------------------------------------------------------------------------
 
 
@@ -265,8 +293,6 @@ def test_the_command_compares_both_on_one_line_of_json(model: Path, tmp_path: Pa
             "--quick",
             "--sessions",
             "6",
-            "--device-budget",
-            "8",
             "--compare",
             "--compression",
             "10000",
@@ -284,3 +310,20 @@ def test_the_command_compares_both_on_one_line_of_json(model: Path, tmp_path: Pa
     assert 0 < said["ttft_p50_s"] <= said["ttft_p95_s"] < said["total_s"]
     assert said["bytes_by_tier"]["device"] <= said["device_budget_bytes"]
     assert all(math.isfinite(value) for value in said.values() if isinstance(value, float))
+
+
+def test_all_policies_serve_the_same_traffic(model: Path, tmp_path: Path) -> None:
+    arguments = ["bench", "agents", "--model", str(model), "--home", str(tmp_path), "--dtype", "float32", "--json"]
+    few = ["--sessions", "5", "--turns", "2", "--kinds", "1", "--compression", "10000"]
+    ran = CliRunner().invoke(app, [*arguments, *few, "--residency", "all"])
+    assert ran.exit_code == 0, ran.output
+    policies = json.loads(ran.stdout.splitlines()[-1])["policies"]
+    assert list(policies) == ["lru", "lfu", "ttl", "cost"]
+    for figures in policies.values():
+        assert (figures["turns"], figures["errors"]) == (10, 0), figures
+    assert len({(f["prompt_tokens"], f["known_tokens"]) for f in policies.values()}) == 1
+    refused = CliRunner().invoke(app, [*arguments, *few, "--residency", "lru", "--no-reuse"])
+    assert refused.exit_code == 1 and "residency" in refused.output
+    # It reaches the runtime, which knows no such policy.
+    unknown = CliRunner().invoke(app, [*arguments, *few, "--residency", "mru"])
+    assert unknown.exit_code == 1 and "mru" in unknown.output
