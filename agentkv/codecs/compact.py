@@ -30,14 +30,14 @@ import numpy as np
 from agentkv.codecs.compact_basis import Basis
 from agentkv.codecs.compact_escapes import Escapes, symbols_of
 from agentkv.codecs.compact_plain import Channels, Plain
-from agentkv.codecs.compact_symbols import SymbolCoder
+from agentkv.codecs.compact_symbols import Filled, SymbolCoder
 from agentkv.codecs.contract import CODECS, Codec, Fit, KVBlock, MissingFit
 from agentkv.codecs.exact import Exact
-from agentkv.codecs.turning import post_rope, pre_rope
+from agentkv.codecs.turning import post_rope, pre_rope, slabs, turn_slab
 from agentkv.codecs.words import block_dtype
-from agentkv.rope import Rotation, angles, turn
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["Compact"]
@@ -63,15 +63,19 @@ _ARITHMETIC, _PRODUCT = 2.0**-18, 2.0**-8
 
 
 class _Quantiser(Protocol):
-    """A layer's keys before RoPE and values ``[Hkv, T, D]`` float32 to levels ``[rows, T]`` float32 and back.
+    """A layer's keys before RoPE and values ``[Hkv, T, D]`` float32 to levels ``[rows, T]`` float32, and back from
+    ``symbols [layers, rows, T]`` int8 of some layers to ``[layers, Hkv, T, D]``. ``filled [layers, rows]``: which rows
+    are not all zeros.
 
-    Layer by layer: what one layer needs stays in the core's cache, which is twice as fast as all at once.
+    Some layers at a time: what they need stays in the core's cache, which is twice as fast as all at once.
     """
 
     @property
     def rows(self) -> int: ...
     def levels(self, layer: int, keys: Tensor, values: Tensor) -> Tensor: ...
-    def numbers(self, layer: int, symbols: Tensor, escapes: Escapes | None) -> tuple[Tensor, Tensor]: ...
+    def numbers(
+        self, layers: slice, symbols: Tensor, filled: Filled, escapes: Escapes | None
+    ) -> tuple[Tensor, Tensor]: ...
     def spread(self, error: float) -> tuple[Tensor, Tensor]: ...
 
 
@@ -128,8 +132,16 @@ class Compact(Codec):
         ``MissingFit`` where the payload was made with a fit that this codec does not have. Memory beyond the payload
         is about twelve bytes a number of ``out``.
         """
+        import torch
+
         block_dtype(out)
         source = _Source(memoryview(payload).cast("B"))
+        with torch.inference_mode():
+            self._decode(source, out, parameters)
+
+    def _decode(self, source: _Source, out: KVBlock, parameters: Mapping[str, Any]) -> None:
+        import torch
+
         version, mode = source.take(_HEAD)
         if version != _VERSION:
             raise ValueError(f"a compact payload of version {version}; {_VERSION} is known")
@@ -142,13 +154,11 @@ class Compact(Codec):
             quantiser = self._fitted_from(source, out, parameters)
         else:
             raise ValueError(f"a compact payload of mode {mode}; 0 to 2 are known")
-        symbols, escapes = self._symbols_from(source, quantiser.rows, out)
-        turned = _Turns(out)
-        for layer, (k, v) in enumerate(zip(out.keys, out.values, strict=True)):
-            keys, values = quantiser.numbers(layer, symbols[layer], escapes.get(layer))
-            turned.turn(layer, keys)
-            k.copy_(keys)
-            v.copy_(values)
+        escapes, symbols, filled = self._symbols_from(source, quantiser.rows, out)
+        for layers in slabs(out):
+            keys, values = quantiser.numbers(layers, symbols[layers], filled[layers], escapes.of(layers))
+            turn_slab(keys, layers, out, 1)
+            torch._foreach_copy_([*out.keys[layers], *out.values[layers]], [*keys.unbind(), *values.unbind()])
 
     def bound(self, block: KVBlock) -> KVBlock:
         """Half a step, as it spreads over heads through basis and turns; rounding; nothing where it is stored."""
@@ -230,8 +240,9 @@ class Compact(Codec):
             raise ValueError(f"fit {self._basis.digest} does not have the heads of layers {out.layers}, scale {scale}")
         return self._basis.bundles(out, scale)
 
-    def _symbols_from(self, source: _Source, rows: int, out: KVBlock) -> tuple[Tensor, dict[int, Escapes]]:
-        """``[layers, rows, T]`` int8 on the device of ``out``, and the escapes by layer."""
+    def _symbols_from(self, source: _Source, rows: int, out: KVBlock) -> tuple[_Listed, Tensor, Filled]:
+        """The escapes; symbols ``[layers, rows, T]`` int8 on the device of ``out``; which rows ``[layers, rows]``
+        are not all zeros."""
         import torch
 
         layers, tokens, device = len(out.keys), out.tokens, out.keys[0].device
@@ -242,11 +253,32 @@ class Compact(Codec):
         places, excess = source.array("<u8", count), source.array("<f4", count)
         if count and (int(places.max()) >= numbers or not np.isfinite(excess).all()):
             raise ValueError(f"an escape at {int(places.max())} of {numbers} numbers, or one that is not finite")
-        row, token = (torch.from_numpy(part.astype(np.int64)) for part in np.divmod(places, np.uint64(tokens)))
-        every = Escapes(row.to(device), token.to(device), torch.from_numpy(excess.astype(np.float32)).to(device))
-        escapes = {layer: every.within(layer * rows, (layer + 1) * rows) for layer in set((row // rows).tolist())}
-        symbols = torch.from_numpy(self._coder.unpack(source.rest(), layers * rows, tokens))
-        return symbols.view(layers, rows, tokens).to(device), escapes
+        listed = _Listed(places.astype(np.int64), excess.astype(np.float32), rows, tokens, device)
+        symbols, filled = self._coder.unpack(source.rest(), layers * rows, tokens)
+        return listed, torch.from_numpy(symbols).view(layers, rows, tokens).to(device), filled.reshape(layers, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listed:
+    """A payload's escapes: ``places [E]`` in ``[layers, rows, tokens]``, int64, and ``excess [E]`` float32."""
+
+    places: np.ndarray[Any, np.dtype[np.int64]]
+    excess: np.ndarray[Any, np.dtype[np.float32]]
+    rows: int
+    tokens: int
+    device: torch.device
+
+    def of(self, layers: slice) -> Escapes | None:
+        """Those of ``layers``, rows counted from the first of them."""
+        import torch
+
+        start, stop = (layer * self.rows * self.tokens for layer in (layers.start, layers.stop))
+        here = (self.places >= start) & (self.places < stop)
+        if not here.any():
+            return None
+        row, token = np.divmod(self.places[here] - start, self.tokens)
+        row, token, excess = (torch.from_numpy(part).to(self.device) for part in (row, token, self.excess[here]))
+        return Escapes(row, token, excess)
 
 
 class _Source:
@@ -322,25 +354,6 @@ def _turned(reach: Tensor, block: KVBlock) -> Tensor:
             norm = (layer[..., first].square() + layer[..., second].square()).sqrt()
             layer[..., first], layer[..., second] = norm, norm
     return reach
-
-
-class _Turns:
-    """Keys before RoPE to the positions of a block: each rotation's angles are made once."""
-
-    def __init__(self, block: KVBlock) -> None:
-        self._block = block
-        self._angles: dict[Rotation, tuple[Tensor, Tensor]] = {}
-
-    def turn(self, layer: int, keys: Tensor) -> None:
-        """Turn the layer's ``keys [Hkv, T, Dk]`` float32, in place."""
-        rotation = self._block.rotations[layer] if self._block.rotations else None
-        if rotation is None or not rotation.frequencies:
-            return
-        if rotation not in self._angles:
-            start = self._block.position
-            each = angles([(1, p) for p in range(start, start + self._block.tokens)], rotation, keys.dtype)
-            self._angles[rotation] = each[0].to(keys.device), each[1].to(keys.device)
-        turn(keys, *self._angles[rotation], rotation.interleaved)
 
 
 CODECS.register("compact")(Compact())

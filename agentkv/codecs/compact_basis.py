@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agentkv.codecs.compact_escapes import Escapes
+from agentkv.codecs.compact_symbols import Filled
 from agentkv.codecs.contract import Fit, KVBlock
 
 if TYPE_CHECKING:
@@ -60,45 +61,47 @@ class Bundles:
         levels: Tensor = torch.bmm(self.forward[layer].transpose(1, 2), numbers.transpose(1, 2))
         return levels.flatten(0, 1)
 
-    def numbers(self, layer: int, symbols: Tensor, escapes: Escapes | None) -> tuple[Tensor, Tensor]:
-        """The way back from ``symbols [rows, T]`` int8.
+    def numbers(self, layers: slice, symbols: Tensor, filled: Filled, escapes: Escapes | None) -> tuple[Tensor, Tensor]:
+        """The way back from ``symbols [layers, rows, T]`` int8.
 
         Symbols are whole in bfloat16 too; a product rounded to it is off by far less than a step. Components that vary
         least come last and are often nothing but zeros, which the product leaves out.
         """
         import torch
 
-        basis = self.basis[layer]
-        bundles, components, _ = basis.shape
-        symbols = symbols.view(bundles, components, -1)
-        words = symbols.view(torch.int64) if symbols.shape[2] % 8 == 0 else symbols
-        used = _last(words.any(2).any(0))
-        back = torch.bmm(symbols[:, :used].to(basis.dtype).transpose(1, 2), basis[:, :used]).float()
+        basis = self.basis[layers]
+        many, bundles, components, _ = basis.shape
+        tokens = symbols.shape[2]
+        factors = symbols.view(many, bundles, components, tokens).to(basis.dtype).transpose(2, 3)
+        product = torch.empty((many, bundles, tokens, components), dtype=basis.dtype, device=basis.device)
+        for i in range(many):
+            used = filled[i].reshape(bundles, components).any(0).nonzero()[0]
+            n = int(used[-1]) + 1 if len(used) else 0
+            torch.bmm(factors[i, ..., :n], basis[i, :, :n], out=product[i])
+        sides = self._sides(product)
+        keys, values = (torch.empty(side.shape, dtype=torch.float32, device=side.device).copy_(side) for side in sides)
         if escapes is not None:
             bundle, component = escapes.rows // components, escapes.rows % components
             for start in range(0, len(bundle), _ESCAPES_AT_ONCE):
                 at = slice(start, start + _ESCAPES_AT_ONCE)
-                found = basis[bundle[at], component[at]].float().mul_(escapes.excess[at, None])
-                back.index_put_((bundle[at], escapes.tokens[at]), found, accumulate=True)
-        back.mul_(self.scale).add_(self.mean[layer])
-        return self._sides(back)
+                found = basis.flatten(0, 1)[bundle[at], component[at]].float().mul_(escapes.excess[at, None])
+                for side, into in zip(self._sides(found[None, None]), (keys, values), strict=True):
+                    here = bundle[at] // bundles, bundle[at] % bundles, escapes.tokens[at]
+                    into.transpose(2, 3).index_put_(here, side[0, 0].transpose(0, 1), accumulate=True)
+        for numbers, mean in zip((keys, values), self._sides(self.mean[layers]), strict=True):
+            numbers.mul_(self.scale).add_(mean)
+        return keys.flatten(1, 2), values.flatten(1, 2)
 
     def spread(self, error: float) -> tuple[Tensor, Tensor]:
         """How far keys and values can be off where levels are off by ``error``: ``[layers, Hkv, 1, D]`` float64."""
-        import torch
-
-        sides = [self._sides(sums.double() * (error * self.scale)) for sums in self.sums]
-        keys, values = (torch.stack(side) for side in zip(*sides, strict=True))
-        return keys, values
+        keys, values = self._sides(self.sums.double() * (error * self.scale))
+        return keys.flatten(1, 2), values.flatten(1, 2)
 
     def _sides(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """``[bundles, T, N]`` -> keys ``[Hkv, T, Dk]`` and values, copied."""
-        bundles, tokens, _ = numbers.shape
+        """``[layers, bundles, T, N]`` -> views of keys ``[layers, bundles, heads a bundle, T, Dk]`` and of values."""
         split = self.heads * self.key_dim
-        keys, values = (
-            side.reshape(bundles, tokens, self.heads, -1).transpose(1, 2).reshape(bundles * self.heads, tokens, -1)
-            for side in (numbers[..., :split], numbers[..., split:])
-        )
+        sides = numbers[..., :split], numbers[..., split:]
+        keys, values = (side.view(*side.shape[:3], self.heads, -1).transpose(2, 3) for side in sides)
         return keys, values
 
 
@@ -169,12 +172,6 @@ class Basis:
 
     def _columns(self, layers: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(self._layers[layer] for layer in layers), strict=True)
-
-
-def _last(used: Tensor) -> int:
-    """How many to take so that all that are true in ``used`` are among them."""
-    places = used.nonzero()
-    return int(places[-1]) + 1 if len(places) else 0
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:

@@ -16,20 +16,22 @@ LARGEST = 127
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Escapes:
-    """At ``rows [E]`` and ``tokens [E]`` (int64) a level has ``excess [E]`` (float32) beyond its symbol."""
+    """At ``rows [E]`` and ``tokens [E]`` (int64) a level has ``excess [E]`` (float32) beyond its symbol.
+
+    Rows of several layers are counted through, one layer after the other.
+    """
 
     rows: Tensor
     tokens: Tensor
     excess: Tensor
 
-    def within(self, start: int, stop: int) -> Escapes:
-        """Those in rows ``[start, stop)``, counted from ``start``."""
-        here = (self.rows >= start) & (self.rows < stop)
-        return Escapes(self.rows[here] - start, self.tokens[here], self.excess[here])
-
-    def split(self, row: int) -> tuple[Escapes, Escapes]:
-        """Those before ``row``, and those from it on, counted from it."""
-        return self.within(0, row), self.within(row, 1 << 62)
+    def split(self, row: int, rows: int) -> tuple[Escapes, Escapes]:
+        """Those before ``row`` of the ``rows`` of their layer, and those from it on: counted among these alone."""
+        layer, of_layer = self.rows // rows, self.rows % rows
+        before = of_layer < row
+        sides = (before, layer * row + of_layer), (~before, layer * (rows - row) + of_layer - row)
+        first, second = (Escapes(each[here], self.tokens[here], self.excess[here]) for here, each in sides)
+        return first, second
 
 
 def symbols_of(levels: Tensor, out: Tensor) -> Escapes | None:

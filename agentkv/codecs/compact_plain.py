@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentkv.codecs.compact_escapes import Escapes
+from agentkv.codecs.compact_symbols import Filled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,16 +58,19 @@ class Channels:
         scaled = (numbers - self.mean[layer]).mul_(1 / self.step[layer])
         out.view(scaled.shape[0], scaled.shape[2], -1).copy_(scaled.transpose(1, 2))
 
-    def numbers(self, layer: int, symbols: Tensor, escapes: Escapes | None) -> Tensor:
-        """The way back from ``symbols [rows, T]`` int8: ``[Hkv, T, D]`` float32."""
+    def numbers(self, layers: slice, symbols: Tensor, escapes: Escapes | None) -> Tensor:
+        """The way back from ``symbols [layers, rows, T]`` int8 of these channels: ``[layers, Hkv, T, D]`` float32."""
         import torch
 
-        heads, _, dim = self.mean[layer].shape
-        numbers = torch.empty((heads, symbols.shape[1], dim), dtype=torch.float32, device=symbols.device)
-        numbers.copy_(symbols.view(heads, dim, -1).transpose(1, 2))
+        mean = self.mean[layers]
+        many, heads, _, dim = mean.shape
+        tokens = symbols.shape[2]
+        numbers = torch.empty((many, heads, tokens, dim), dtype=torch.float32, device=symbols.device)
+        numbers.copy_(symbols.view(many, heads, dim, tokens).transpose(2, 3))
         if escapes is not None:
-            numbers[escapes.rows // dim, escapes.tokens, escapes.rows % dim] += escapes.excess
-        return numbers.mul_(self.step[layer]).add_(self.mean[layer])
+            row = escapes.rows
+            numbers[row // (heads * dim), row // dim % heads, escapes.tokens, row % dim] += escapes.excess
+        return numbers.mul_(self.step[layers]).add_(mean)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,12 +100,12 @@ class Plain:
         self.values.levels(layer, values, levels[split:])
         return levels
 
-    def numbers(self, layer: int, symbols: Tensor, escapes: Escapes | None) -> tuple[Tensor, Tensor]:
-        """The way back from ``symbols [rows, T]`` int8."""
+    def numbers(self, layers: slice, symbols: Tensor, filled: Filled, escapes: Escapes | None) -> tuple[Tensor, Tensor]:
+        """The way back from ``symbols [layers, rows, T]`` int8."""
         split = self.keys.mean[0].numel()
-        of_keys, of_values = (None, None) if escapes is None else escapes.split(split)
-        keys = self.keys.numbers(layer, symbols[:split], of_keys)
-        return keys, self.values.numbers(layer, symbols[split:], of_values)
+        of_keys, of_values = (None, None) if escapes is None else escapes.split(split, self.rows)
+        keys = self.keys.numbers(layers, symbols[:, :split], of_keys)
+        return keys, self.values.numbers(layers, symbols[:, split:], of_values)
 
     def spread(self, error: float) -> tuple[Tensor, Tensor]:
         """How far keys and values can be off where levels are off by ``error``: ``[layers, Hkv, 1, D]`` float64."""

@@ -26,9 +26,10 @@ import zstandard
 
 from agentkv.codecs.words import Bytes
 
-__all__ = ["SymbolCoder", "Symbols"]
+__all__ = ["Filled", "SymbolCoder", "Symbols"]
 
 Symbols = np.ndarray[Any, np.dtype[np.int8]]
+Filled = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,11 @@ class SymbolCoder:
         packed = [self._contexts.compressor.compress(np.ascontiguousarray(frame).data) for frame in frames]
         return b"".join([_LENGTHS.pack(*map(len, packed)), *packed])
 
-    def unpack(self, packed: memoryview, rows: int, tokens: int) -> Symbols:
-        """``[rows, tokens]``. ``ValueError`` where ``packed`` is not of so many; allocates some three times as much."""
+    def unpack(self, packed: memoryview, rows: int, tokens: int) -> tuple[Symbols, Filled]:
+        """``[rows, tokens]``, and ``[rows]``, which of them are not all zeros.
+
+        ``ValueError`` where ``packed`` is not of so many; allocates some three times as much.
+        """
         if len(packed) < _LENGTHS.size:
             raise ValueError(f"symbols of {rows} rows do not fit in {len(packed)} bytes")
         lengths = _LENGTHS.unpack_from(packed)
@@ -120,7 +124,7 @@ class SymbolCoder:
             width = packing.width(tokens)
             plain = self._plain(frame, len(here) * width).reshape(len(here), width)
             symbols[here] = packing.unpack(plain, tokens)
-        return symbols
+        return symbols, classes >= _SPREADS
 
     def _plain(self, frame: memoryview, size: int) -> Bytes:
         try:
