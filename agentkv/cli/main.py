@@ -11,7 +11,7 @@ import typer.core
 
 from agentkv import __version__
 from agentkv.bench.app import app as bench
-from agentkv.cli import calibrate, chat, demo, doctor, models, sessions, store, top
+from agentkv.cli import advise, calibrate, chat, demo, doctor, models, sessions, store, top
 from agentkv.errors import AgentKVError
 
 __all__ = ["app"]
@@ -69,6 +69,7 @@ app.add_typer(models.app, name="models")
 app.add_typer(sessions.app, name="sessions")
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(store.app, name="store")
+app.command("advise")(advise.advise)
 app.command("doctor")(doctor.doctor)
 app.command("top")(top.top)
 app.add_typer(bench, name="bench")

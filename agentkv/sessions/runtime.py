@@ -137,6 +137,7 @@ class AgentKV:
         from agentkv.sessions.attaching import Attaching
         from agentkv.sessions.opening import bytes_of
         from agentkv.sessions.restoring import ChunkReader
+        from agentkv.sessions.sizes import device_memory, total_memory
         from agentkv.sessions.storing import ChunkWriter
         from agentkv.sessions.tiers import Tiers
         from agentkv.storage.host import HostTier
@@ -161,7 +162,7 @@ class AgentKV:
             auto=auto,
             layout=model.layout.lossy,
         )
-        host = HostTier(bytes_of(settings.host_budget, _total_memory()))
+        host = HostTier(bytes_of(settings.host_budget, total_memory()))
         reader = ChunkReader(
             blobs,
             host,
@@ -183,7 +184,7 @@ class AgentKV:
             self.sessions.cores,
             kv_fingerprint=model.fingerprints.kv,
             context=model.context_limit,
-            device_budget=bytes_of(settings.device_budget, _device_memory(model)),
+            device_budget=bytes_of(settings.device_budget, device_memory(model.adapter.device)),
             residency=parse_residency(settings.residency),
             most_waiting=settings.admission_queue,
             wait_seconds=settings.admission_seconds,
@@ -276,16 +277,3 @@ def _load_model(settings: Settings) -> LoadedModel:
     from agentkv.models import pull
 
     return load(pull(settings.model, settings), settings)
-
-
-def _total_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _device_memory(model: LoadedModel) -> int:
-    device = model.adapter.device
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return _total_memory()
