@@ -1,7 +1,4 @@
-"""A block cut into tiles: few enough numbers to stay in a core's cache, and for torch not to start threads of its own.
-
-Grids never straddle tiles: a tile holds whole runs of tokens. How a block is cut shows in no payload.
-"""
+"""The groups of a block's numbers that share a grid."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from agentkv.codecs.contract import KVBlock
-from agentkv.rope import Rotation, angles, turn
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-__all__ = ["Shape", "Tile", "Turns", "rotations_of", "tiles"]
+__all__ = ["Shape", "pieces", "spans"]
 
-_CPU_NUMBERS = 32768
-"""From more than this torch uses its own threads, which would get in the way of the caller's."""
+_SUMMED = 32768
+"""Numbers of a head."""
 _RUN, _GROUP = 64, 64
 
 
@@ -50,55 +45,22 @@ class Shape:
         return cls(len(block.keys), heads, tokens, key_dim, value_dim, run, ceil(tokens / run), groups)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Heads and tokens ``[heads, tokens]`` of one layer: the token ``runs``, each of ``run`` tokens."""
-
-    layer: int
-    heads: slice
-    tokens: slice
-    runs: slice
-    run: int
-
-
-def tiles(shape: Shape, dim: int, device: torch.device) -> Iterator[Tile]:
-    """Tiles of tensors ``[heads, tokens, dim]`` that cover ``shape``; on a GPU a layer is one tile, or two."""
+def pieces(shape: Shape) -> Iterator[tuple[slice, slice, int]]:
+    """The tokens in equal runs, and those of the last one where it is shorter: tokens, runs, tokens a run."""
     whole, rest = divmod(shape.tokens, shape.run)
-    room = max(1, _CPU_NUMBERS // dim) if device.type == "cpu" else shape.heads * shape.tokens
-    many = max(1, room // shape.run)
-    spans = [(first, min(first + many, whole), shape.run) for first in range(0, whole, many)]
-    spans += [(whole, whole + 1, rest)] if rest else []
-    for layer in range(shape.layers):
-        for first, last, run in spans:
-            tokens = slice(first * shape.run, first * shape.run + (last - first) * run)
-            heads = max(1, room // (tokens.stop - tokens.start))
-            for head in range(0, shape.heads, heads):
-                yield Tile(layer, slice(head, min(head + heads, shape.heads)), tokens, slice(first, last), run)
+    if whole:
+        yield slice(0, whole * shape.run), slice(0, whole), shape.run
+    if rest:
+        yield slice(whole * shape.run, shape.tokens), slice(whole, whole + 1), rest
 
 
-def rotations_of(block: KVBlock) -> tuple[Rotation | None, ...]:
-    """One a layer."""
-    return block.rotations or (None,) * len(block.keys)
+def spans(shape: Shape, dim: int, device: torch.device) -> Iterator[slice]:
+    """The tokens, so many whole runs at a time as sums are made over: what sums round off is in payloads.
 
-
-class Turns:
-    """Turns keys of a block, tile by tile, to its positions (``sense`` 1) or from them to position 0 (-1)."""
-
-    def __init__(self, block: KVBlock, sense: int) -> None:
-        import torch
-
-        self._rotations = rotations_of(block)
-        deltas = [(1, sense * p) for p in range(block.position, block.position + block.tokens)]
-        device = block.keys[0].device
-        self._angles = {
-            r: tuple(t.to(device) for t in angles(deltas, r, torch.float32))
-            for r in set(self._rotations)
-            if r is not None and r.frequencies
-        }
-
-    def turn(self, keys: Tensor, tile: Tile) -> None:
-        """``keys [heads, tokens, Dk]`` float32 of ``tile``, in place."""
-        rotation = self._rotations[tile.layer]
-        if rotation in self._angles:
-            cos, sin = self._angles[rotation]
-            turn(keys, cos[tile.tokens], sin[tile.tokens], rotation.interleaved)
+    On a GPU at most two spans.
+    """
+    for tokens, _, run in pieces(shape):
+        room = _SUMMED // dim if device.type == "cpu" else shape.tokens
+        length = max(1, room // shape.run) * run
+        for start in range(tokens.start, tokens.stop, length):
+            yield slice(start, min(start + length, tokens.stop))

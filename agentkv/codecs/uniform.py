@@ -26,7 +26,8 @@ from agentkv.codecs.contract import Codec, KVBlock
 from agentkv.codecs.exact import Exact
 from agentkv.codecs.frames import join_frames, split_frames
 from agentkv.codecs.grids import Grid
-from agentkv.codecs.tiles import Shape, Turns, rotations_of, tiles
+from agentkv.codecs.tiles import Shape, pieces, spans
+from agentkv.codecs.turning import rotations_of, slabs, turn_slab
 from agentkv.codecs.words import Bytes, block_dtype
 from agentkv.rope import rotate
 
@@ -125,43 +126,42 @@ class Uniform(Codec):
         grid, shape, device, limit = self.keys, Shape.of(block), block.keys[0].device, _limit(block)
         steps, zeros = torch.empty((2, *_key_grids(shape)), dtype=torch.int32, device=device)
         codes = torch.empty(_codes(shape, shape.key_dim, grid), dtype=torch.uint8, device=device)
-        turns = Turns(block, -1)
-        for tile in tiles(shape, shape.key_dim, device):
-            numbers = block.keys[tile.layer][tile.heads, tile.tokens].to(torch.float32, copy=True)
-            turns.turn(numbers, tile)
-            grouped = numbers.view(numbers.shape[0], -1, tile.run, shape.key_dim)
-            low, high = grouped.amin(2), grouped.amax(2)
-            if not _within(low, high, limit):
-                return None
-            here = tile.layer, tile.heads, tile.runs
-            steps[here], zeros[here] = fitted = grid.fit(low, high)
-            step, zero = grid.place(*fitted)
-            found = grid.codes(grouped, step[:, :, None], zero[:, :, None])
-            grid.pack(found.flatten(1, 2), codes[tile.layer, tile.heads, tile.tokens])
+        for layers in slabs(block):
+            numbers = _wide(block.keys[layers])
+            turn_slab(numbers, layers, block, -1)
+            for tokens, runs, run in pieces(shape):
+                grouped = _in_runs(numbers[:, :, tokens], run)
+                low, high = grouped.amin(3), grouped.amax(3)
+                if not _within(low, high, limit):
+                    return None
+                fitted = grid.fit(low, high)
+                steps[layers, :, runs], zeros[layers, :, runs] = fitted
+                step, zero = grid.place(*fitted)
+                found = grid.codes(grouped, step[..., None, :], zero[..., None, :])
+                grid.pack(found.flatten(2, 3), codes[layers, :, tokens])
         return [*_planes(steps, _STEP_BYTES), *_planes(_folded(zeros), _ZERO_BYTES), _flat(codes)]
 
     def _encode_values(self, block: KVBlock) -> list[Bytes] | None:
         import torch
 
         grid, shape, device, limit = self.values, Shape.of(block), block.values[0].device, _limit(block)
-        sums = torch.zeros(_means(shape), dtype=torch.float32, device=device)
-        for tile in tiles(shape, shape.value_dim, device):
-            numbers = block.values[tile.layer][tile.heads, tile.tokens].to(torch.float32)
-            sums[tile.layer, tile.heads] += numbers.sum(1, keepdim=True)
-        means = sums.div_(shape.tokens).to(torch.bfloat16)
-        wide = means.to(torch.float32)
+        means = torch.empty(_means(shape), dtype=torch.bfloat16, device=device)
         steps, zeros = torch.empty((2, *_value_grids(shape)), dtype=torch.int32, device=device)
         codes = torch.empty(_codes(shape, shape.value_dim, grid), dtype=torch.uint8, device=device)
-        for tile in tiles(shape, shape.value_dim, device):
-            here = tile.layer, tile.heads, tile.tokens
-            numbers = block.values[tile.layer][tile.heads, tile.tokens].to(torch.float32, copy=True)
-            grouped = numbers.sub_(wide[tile.layer, tile.heads]).view(*numbers.shape[:2], shape.groups, -1)
-            low, high = grouped.amin(3), grouped.amax(3)
+        for layers in slabs(block):
+            numbers = _wide(block.values[layers])
+            sums = numbers.new_zeros(means[layers].shape)
+            for tokens in spans(shape, shape.value_dim, device):
+                sums += numbers[:, :, tokens].sum(2, keepdim=True)
+            means[layers] = sums.div_(shape.tokens)
+            numbers -= means[layers].to(torch.float32)
+            grouped = numbers.view(*numbers.shape[:3], shape.groups, -1)
+            low, high = grouped.amin(4), grouped.amax(4)
             if not _within(low, high, limit):
                 return None
-            steps[here], zeros[here] = fitted = grid.fit(low, high)
+            steps[layers], zeros[layers] = fitted = grid.fit(low, high)
             step, zero = grid.place(*fitted)
-            grid.pack(grid.codes(grouped, step[..., None], zero[..., None]).flatten(2), codes[here])
+            grid.pack(grid.codes(grouped, step[..., None], zero[..., None]).flatten(3), codes[layers])
         means_planes = _planes(means.view(torch.int16).to(torch.int32), _MEAN_BYTES)
         return [*means_planes, *_planes(steps, _STEP_BYTES), *_planes(_folded(zeros), _ZERO_BYTES), _flat(codes)]
 
@@ -169,21 +169,34 @@ class Uniform(Codec):
         import torch
 
         shape, device = Shape.of(out), out.keys[0].device
-        step, zero = (t.to(device)[..., None, :] for t in self.keys.place(*read.key_grids))
-        codes, turns = read.key_codes.to(device), Turns(out, 1)
-        for tile in tiles(shape, shape.key_dim, device):
-            numbers = self.keys.unpack(codes[tile.layer, tile.heads, tile.tokens], shape.key_dim)
-            here = tile.layer, tile.heads, tile.runs
-            numbers.view(numbers.shape[0], -1, tile.run, shape.key_dim).mul_(step[here]).add_(zero[here])
-            turns.turn(numbers, tile)
-            out.keys[tile.layer][tile.heads, tile.tokens] = numbers
+        key_step, key_zero = (t.to(device)[..., None, :] for t in self.keys.place(*read.key_grids))
         step, zero = (t.to(device)[..., None] for t in self.values.place(*read.value_grids))
-        codes, means = read.value_codes.to(device), read.means.to(device, torch.float32)
-        for tile in tiles(shape, shape.value_dim, device):
-            here = tile.layer, tile.heads, tile.tokens
-            numbers = self.values.unpack(codes[here], shape.value_dim)
-            numbers.view(*numbers.shape[:2], shape.groups, -1).mul_(step[here]).add_(zero[here])
-            out.values[tile.layer][tile.heads, tile.tokens] = numbers.add_(means[tile.layer, tile.heads])
+        key_codes, codes, means = (t.to(device) for t in (read.key_codes, read.value_codes, read.means.float()))
+        for layers in slabs(out):
+            keys = self.keys.unpack(key_codes[layers], shape.key_dim)
+            for tokens, runs, run in pieces(shape):
+                here = layers, slice(None), runs
+                _in_runs(keys[:, :, tokens], run).mul_(key_step[here]).add_(key_zero[here])
+            turn_slab(keys, layers, out, 1)
+            values = self.values.unpack(codes[layers], shape.value_dim)
+            values.view(*values.shape[:3], shape.groups, -1).mul_(step[layers]).add_(zero[layers])
+            values += means[layers]
+            torch._foreach_copy_([*out.keys[layers], *out.values[layers]], [*keys.unbind(), *values.unbind()])
+
+
+def _in_runs(numbers: Tensor, run: int) -> Tensor:
+    """``[layers, Hkv, T, D]`` as ``[layers, Hkv, runs, run, D]``."""
+    layers, heads, _, dim = numbers.shape
+    return numbers.view(layers, heads, -1, run, dim)
+
+
+def _wide(tensors: tuple[Tensor, ...]) -> Tensor:
+    """``[layers, Hkv, T, D]`` float32, new."""
+    import torch
+
+    wide = torch.empty((len(tensors), *tensors[0].shape), dtype=torch.float32, device=tensors[0].device)
+    torch._foreach_copy_(wide.unbind(), tensors)
+    return wide
 
 
 @dataclass(frozen=True, slots=True, eq=False)
