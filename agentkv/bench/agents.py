@@ -16,6 +16,7 @@ from agentkv.bench.traffic import Conversation, Traffic, Turn, written
 from agentkv.bench.transcripts import read_transcripts, replayed
 from agentkv.engine.texts import documentation, encoded
 from agentkv.errors import InvalidRequest
+from agentkv.policies.residency import parse_residency
 from agentkv.sessions.runtime import AgentKV
 from agentkv.sessions.session import Session
 
@@ -171,6 +172,8 @@ async def bench_agents(
         raise InvalidRequest(
             "residency policies are compared with each other: ask for no other server", param="residency"
         )
+    if residency not in (None, "all"):
+        parse_residency(residency)
     settings: dict[str, Any] = {"dtype": dtype, "threads": threads, "idle_seconds": 3600, "disk_seconds": 7200}
     async with open_runtime(model, home, **settings) as (kv, _):
         work = await asyncio.to_thread(prepared, kv, traffic, traces, device_budget)
@@ -179,8 +182,10 @@ async def bench_agents(
         async with open_runtime(model, home, device_budget=work.budget, **settings, **more) as (kv, _):
             sessions = SessionServer(kv, hints=hints)
             figures = await measured(kv, Stateless(kv.model) if stateless else sessions, work, traffic.in_flight)
-            said = {"hints": dict(sessions.outcomes)} if hints and not stateless else {}
-            return {**figures, **said, **machine(kv)}
+            if not stateless:
+                figures["residency"] = kv.settings.residency
+                figures["hints"] = dict(sessions.outcomes)
+            return {**figures, **machine(kv)}
 
     result: dict[str, Any] = {
         "bench": "agents",

@@ -319,11 +319,10 @@ def test_all_policies_serve_the_same_traffic(model: Path, tmp_path: Path) -> Non
     assert ran.exit_code == 0, ran.output
     policies = json.loads(ran.stdout.splitlines()[-1])["policies"]
     assert list(policies) == ["lru", "lfu", "ttl", "cost"]
-    for figures in policies.values():
-        assert (figures["turns"], figures["errors"]) == (10, 0), figures
+    for name, figures in policies.items():
+        assert (figures["turns"], figures["errors"], figures["residency"]) == (10, 0, name), figures
     assert len({(f["prompt_tokens"], f["known_tokens"]) for f in policies.values()}) == 1
     refused = CliRunner().invoke(app, [*arguments, *few, "--residency", "lru", "--no-reuse"])
     assert refused.exit_code == 1 and "residency" in refused.output
-    # It reaches the runtime, which knows no such policy.
     unknown = CliRunner().invoke(app, [*arguments, *few, "--residency", "mru"])
     assert unknown.exit_code == 1 and "mru" in unknown.output
