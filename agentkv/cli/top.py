@@ -70,10 +70,11 @@ def _view(look: Mapping[str, Any], before: Mapping[str, Any] | None, every: floa
     past = before["stats"] if before else {}
     rate = (stats["completion_tokens"] - past.get("completion_tokens", stats["completion_tokens"])) / every
     computed = (stats["computed_tokens"] - past.get("computed_tokens", stats["computed_tokens"])) / every
+    reused = "-" if stats["hit_rate"] is None else f"{stats['hit_rate']:.1%}"
     lines.append(
         Text(
-            f"generated {rate:,.0f} tok/s, computed {computed:,.0f} tok/s; reused {stats['hit_rate']:.1%} of known "
-            f"tokens, saved {seconds(stats['seconds_saved'])}"
+            f"generated {rate:,.0f} tok/s, computed {computed:,.0f} tok/s; reused {reused} of known tokens, "
+            f"saved {seconds(stats['seconds_saved'])}"
         )
     )
     if stats["storage_error"]:

@@ -14,6 +14,7 @@ from agentkv.errors import Unsupported
 from agentkv.models.catalogue import CATALOGUE
 from agentkv.models.child import tree_bytes
 from agentkv.models.fingerprints import combined_digest, file_digest
+from agentkv.models.sources import ADAPTER_CONFIG
 from agentkv.settings import Settings
 
 __all__ = [
@@ -61,11 +62,18 @@ class ListedModel:
 def resolve(name: str, settings: Settings) -> LocalModel | None:
     """The model called ``name`` if it is here: pulled before, or a folder. ``None`` where a pull could bring it.
 
-    A folder's weights are hashed the first time it is seen, which takes about a second a gigabyte.
+    A folder's weights are hashed the first time it is seen, which takes about a second a gigabyte. One that holds an
+    adapter is ``Unsupported``: transformers would load its base model alone, and say nothing.
     """
     if name in CATALOGUE:
         return read_pulled(settings.models_dir / name)
     path = Path(name).expanduser()
+    if (path / ADAPTER_CONFIG).is_file():
+        raise Unsupported(
+            f"the adapter (LoRA) in {path}",
+            "merge it into its base model first (peft: merge_and_unload(), then save_pretrained), and load that folder",
+            param="model",
+        )
     if (path / "config.json").is_file():
         # A marker is believed in the home only: elsewhere the weights may have been changed since.
         if path.resolve().parent == settings.models_dir.resolve() and (pulled := read_pulled(path.resolve())):

@@ -20,8 +20,20 @@ from typing import Protocol
 
 from agentkv.models.child import ChildFailed, Progress, run_child
 
-__all__ = ["Fetched", "GgufFile", "HubSource", "Source", "SourceFailed", "Wheel", "WheelSource", "fetch_from_hub"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "Fetched",
+    "GgufFile",
+    "HubSource",
+    "Source",
+    "SourceFailed",
+    "Wheel",
+    "WheelSource",
+    "fetch_from_hub",
+]
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""What peft writes beside an adapter's weights."""
 _LIMIT_SECONDS = 6 * 3600.0
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*"]
 
@@ -84,6 +96,8 @@ class HubSource:
             )
         except ChildFailed as failed:
             raise SourceFailed(failed.reason) from None
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise SourceFailed("the repository holds an adapter (LoRA): merge it into its base model first")
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise SourceFailed("the repository holds no config.json with safetensors weights")
         return Fetched(folder=folder, digests={"commit": json.loads(answer.splitlines()[-1])["commit"]})

@@ -94,9 +94,9 @@ class TierStats:
 class RuntimeStats:
     """A runtime now, and since it opened.
 
-    ``sessions``: those touched since then, by state. ``hit_rate``: the share of tokens whose KV the
-    turn before had left that were not computed again; 1 before the first. ``waiting``: turns without memory yet.
-    ``byte_seconds``: device memory by agent (``""``: without a name).
+    ``sessions``: those touched since then, by state. ``known_tokens``: those whose KV the turn before had left;
+    ``hit_rate``: the share of them that was not computed again, ``None`` before the first. ``waiting``: turns without
+    memory yet. ``byte_seconds``: device memory by agent (``""``: without a name).
     """
 
     uptime: float
@@ -106,7 +106,8 @@ class RuntimeStats:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    hit_rate: float
+    known_tokens: int
+    hit_rate: float | None
     restores: Mapping[str, int]
     fallbacks: Mapping[str, int]
     seconds_saved: float

@@ -322,6 +322,16 @@ def test_a_hub_repository_without_safetensors_is_refused(settings: Settings, hub
         pull("owner/name", settings)
 
 
+def test_a_hub_repository_with_an_adapter_is_refused_and_its_base_not_taken_in_its_place(
+    settings: Settings, hub: Path
+) -> None:
+    for name in ("config.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors"):
+        (hub / name).write_bytes(b"{}" * 100)
+    with pytest.raises(ModelUnavailable, match=r"an adapter \(LoRA\): merge it"):
+        pull("owner/name", settings)
+    assert resolve("owner/name", settings) is None
+
+
 def start_pull(gguf_file: Path, settings: Settings) -> subprocess.Popen[str]:
     argv = [sys.executable, "-c", PULL, str(gguf_file), str(settings.home)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
