@@ -1,15 +1,18 @@
 """A new session begins with KV that others have stored for the same head: system prompt and tools.
 
-The head is computed once and stored once, however many sessions begin with it. A session shares a chunk only by
-attaching to it before it computes anything itself: the same tokens may have other bits.
+The head is computed once and stored once, however many sessions begin with it, together or one after the other. A
+session shares a chunk only by attaching to it before it computes anything itself: the same tokens may have other bits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from agentkv.errors import ChunkFault, StorageError
@@ -25,6 +28,8 @@ __all__ = ["Attaching"]
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 60.0
+"""Seconds after which a session computes a head that another one has not stored yet."""
 _LEAST = 64
 """A shorter head is computed sooner than it is looked up and read."""
 
@@ -41,38 +46,76 @@ class Attaching:
         self._writer = writer
         self._executor = executor
         self._forgets = forgets
+        self._leading: dict[str, asyncio.Future[None]] = {}
 
-    async def attach(self, core: SessionCore, ledger: array[int]) -> None:
+    @asynccontextmanager
+    async def attached(self, core: SessionCore, ledger: array[int]) -> AsyncIterator[Callable[[], None] | None]:
         """Make stored chunks the session's own, as far as they reach. Call with the gate held, before its first KV.
 
-        What is found is restored by the caller like any stored KV: where it turns out to be bad, it is computed.
+        What is found is restored by the caller like any stored KV: where it turns out to be bad, it is computed. Where
+        another session computes the same head just now, its being stored is waited for, a bounded time. Yields
+        ``None``; or, where this session is the one to compute the head for the others, what to call once it is stored.
         """
-        pinned = core.record.pinned
-        if core.kv is not None or core.record.kv_length or pinned < _LEAST:
+        if core.kv is not None or core.record.kv_length or core.record.pinned < _LEAST:
+            yield None
             return
         if core.record.kv_fingerprint != self._writer.kv_fingerprint:
-            return  # made under another model, whose name its stored KV would bear
+            yield None  # made under another model, whose name its stored KV would bear
+            return
+        head = self._keys(core, ledger)[-1]
+        deadline = time.monotonic() + _PATIENCE
+        while not await self._attach(core, ledger):
+            if (leader := self._leading.get(head)) is None:
+                break
+            await asyncio.wait([leader], timeout=max(0.0, deadline - time.monotonic()))
+            if not leader.done():
+                yield None
+                return
+        else:
+            yield None
+            return
+        mine = self._leading[head] = asyncio.get_running_loop().create_future()
+
+        def stored() -> None:
+            if self._leading.get(head) is mine:
+                del self._leading[head]
+            if not mine.done():
+                mine.set_result(None)
+
+        try:
+            yield stored
+        finally:
+            stored()
+
+    async def _attach(self, core: SessionCore, ledger: array[int]) -> bool:
+        """Whether stored chunks are the session's own now."""
+        pinned = core.record.pinned
         found = await self._found(core, ledger)
         reached = found[-1].span.stop if found else 0
         if not found or (reached < pinned and (self._forgets or core.evicts)):
-            return
+            return False
         if self._forgets and not await self._resumes(found[-1].id, pinned):
-            return
+            return False
         segments = [SegmentRecord(chunk.id, chunk.span) for chunk in found]
         points = [ResumePoint(pinned, "prefix")] if reached == pinned else []
         try:
             kv_length = await self._repository.attach(core.id, segments, points)
         except ManifestConflict:
-            return  # they are being deleted, or it has stored KV in spite of all: computing is always right
+            return False  # they are being deleted, or it has stored KV in spite of all: computing is always right
         core.record = replace(core.record, kv_length=kv_length, state="disk")
         core.state, core.stored, core.snapped = SessionState.DISK, None, None
+        return True
 
-    async def _found(self, core: SessionCore, ledger: array[int]) -> list[ChunkRecord]:
-        """Stored chunks that tile the head from its start on, as this session would have cut it."""
+    def _keys(self, core: SessionCore, ledger: array[int]) -> list[str]:
+        """Lookup keys of the head's chunks, as this session cuts it."""
         spans = list(Span(0, core.record.pinned).split(MAX_CHUNK_TOKENS))
         codec = self._writer.codec(core.record.idle_codec)
         ends = [end for _, end in chains(ledger, spans)]
-        keys = [self._writer.key(span, end, codec) for span, end in zip(spans, ends, strict=True)]
+        return [self._writer.key(span, end, codec) for span, end in zip(spans, ends, strict=True)]
+
+    async def _found(self, core: SessionCore, ledger: array[int]) -> list[ChunkRecord]:
+        """Stored chunks that tile the head from its start on, as this session would have cut it."""
+        keys = self._keys(core, ledger)
         stored = {chunk.lookup_key: chunk for chunk in await self._repository.stored_chunks(core.record.tenant, keys)}
         found = []
         for key in keys:

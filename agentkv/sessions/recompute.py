@@ -17,7 +17,7 @@ from agentkv.sessions.core import SessionCore
 from agentkv.sessions.waiting import outlast
 from agentkv.types import Placement
 
-__all__ = ["recompute_retained", "replay_is_cheap"]
+__all__ = ["computed", "recompute_retained", "replay_is_cheap"]
 
 _REPLAY_FACTOR = 2
 """Replay computes at most so many times the retained tokens. A guess, until rates are measured."""
@@ -52,7 +52,7 @@ async def recompute_retained(
             points = [pinned] if span.start < pinned <= span.stop else []
             feed = ledger[kv.length : span.stop]
             if feed:
-                windows.update(await _computed(Job(kv, feed, model.piece, points), model))
+                windows.update(await computed(Job(kv, feed, model.piece, points), model))
                 kv.settle()
         if kv.length < wanted.length:
             kv.skip(ledger[kv.length : wanted.length])
@@ -62,7 +62,8 @@ async def recompute_retained(
     return windows
 
 
-async def _computed(job: Job, model: LoadedModel) -> dict[int, tuple[CapturedPart, ...]]:
+async def computed(job: Job, model: LoadedModel) -> dict[int, tuple[CapturedPart, ...]]:
+    """Run a job that generates nothing; the sliding windows at its resume points. A cancelled one may have ended."""
     handle = model.engine.submit(job)
     try:
         result = await handle.finished()

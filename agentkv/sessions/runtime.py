@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentkv.errors import Closed, InvalidRequest
+from agentkv.policies.residency import ResidencyPolicy, parse_residency
 from agentkv.policies.retention import RetentionPolicy, parse_policy, policy_text
 from agentkv.sessions.workers import start_workers
 from agentkv.settings import Settings
@@ -100,6 +101,7 @@ class AgentKV:
     async def _open(self) -> None:
         settings = self.settings
         parse_policy(settings.default_policy)
+        residency = parse_residency(settings.residency)
         # torch and transformers take seconds to import: not on the event loop.
         await asyncio.to_thread(_import_engine)
         from agentkv.models.calibrations import load_calibration
@@ -121,7 +123,7 @@ class AgentKV:
         self._model = await _in_new_thread(lambda: _load_model(settings))
         calibration = await asyncio.to_thread(load_calibration, settings.home, self._model.fingerprints.kv)
         self.sessions = Sessions(settings, self._model, self._repository)
-        self.sessions.tiers = self._tiers(blobs, calibration)
+        self.sessions.tiers = self._tiers(blobs, calibration, residency)
         pin_budget = bytes_of(settings.pin_budget, self.sessions.tiers.device_budget)
         self.sessions.hints = Hints(self.sessions.tiers, self.sessions.cores, pin_budget)
         await self._sweep(blobs)
@@ -131,9 +133,8 @@ class AgentKV:
         self._control = Control(settings.home, lambda: look(self.sessions, self._opened, model))
         await self._control.start()
 
-    def _tiers(self, blobs: BlobStore, calibration: StoredCalibration) -> Any:
+    def _tiers(self, blobs: BlobStore, calibration: StoredCalibration, residency: ResidencyPolicy) -> Any:
         from agentkv.models.gate import auto_codec, layout_trouble
-        from agentkv.policies.residency import parse_residency
         from agentkv.sessions.attaching import Attaching
         from agentkv.sessions.opening import bytes_of
         from agentkv.sessions.restoring import ChunkReader
@@ -185,7 +186,7 @@ class AgentKV:
             kv_fingerprint=model.fingerprints.kv,
             context=model.context_limit,
             device_budget=bytes_of(settings.device_budget, device_memory(model.adapter.device)),
-            residency=parse_residency(settings.residency),
+            residency=residency,
             most_waiting=settings.admission_queue,
             wait_seconds=settings.admission_seconds,
             idle_seconds=settings.idle_seconds,
@@ -239,7 +240,7 @@ class AgentKV:
             if self._model is not None:
                 stack.push_async_callback(self._model.engine.stop)
                 self._model = None
-            if hasattr(self, "sessions"):
+            if hasattr(self, "sessions") and hasattr(self.sessions, "tiers"):
                 stack.callback(self.sessions.tiers.observer.events.close)
                 stack.push_async_callback(self.sessions.close)
             if self._control is not None:

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -27,9 +27,10 @@ from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, TurnRecord
+from agentkv.sessions.leading import lead
 from agentkv.sessions.recompute import recompute_retained, replay_is_cheap
 from agentkv.sessions.tiers import Tiers
-from agentkv.sessions.waiting import outlast
+from agentkv.sessions.waiting import finished, outlast
 from agentkv.storage.faultpoints import fault_point
 from agentkv.types import RestoreReport, SessionState, Span, Usage
 
@@ -110,10 +111,16 @@ class Turn:
             self._tiers.residency.admission.freed()  # it is idle now: its memory may be had
 
     async def _committed_turn(self) -> Done | Appended:
-        core, request = self._core, self._request
+        core = self._core
         ledger = await core.load(self._tiers.repository)
         rendered = await asyncio.to_thread(self._render)
-        await self._tiers.attaching.attach(core, ledger)
+        async with self._tiers.attaching.attached(core, ledger) as head_stored:
+            return await self._attached_turn(ledger, rendered, head_stored)
+
+    async def _attached_turn(
+        self, ledger: array[int], rendered: _Rendered, head_stored: Callable[[], None] | None
+    ) -> Done | Appended:
+        core, request = self._core, self._request
         prompt_tokens = core.held_tokens + len(rendered.ids)
         generate = request.sampling is not None
         max_tokens = self._allowed(prompt_tokens, request.sampling)
@@ -122,6 +129,8 @@ class Turn:
             room = len(ledger) - core.record.kv_length + len(rendered.ids) + max_tokens
             restore, cached = await self._made_live(room, ledger)
             assert core.kv is not None
+            if head_stored is not None and len(ledger) + len(rendered.ids) > core.record.pinned + (not generate):
+                await lead(core, core.kv, ledger, self._model, self._tiers, head_stored)
             # The last token's KV is always left to the next step: generation needs that step's logits.
             feed = [*ledger[core.kv.length :], *rendered.ids]
             if not generate:
@@ -321,12 +330,7 @@ class Turn:
                 core.id, turn, items, ids, expect_length=start, kv_length=kv_length, state="live", placement=placement
             )
         )
-        cancelled = None
-        try:
-            await asyncio.shield(write)
-        except asyncio.CancelledError as error:
-            cancelled = error
-            await outlast(write)
+        cancelled = await finished(write)
         self.committed = True
         core.kv.settle()
         core.ledger.extend(ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-__all__ = ["outlast"]
+__all__ = ["finished", "outlast"]
 
 
 async def outlast(awaitable: Any) -> Any:
@@ -18,3 +18,13 @@ async def outlast(awaitable: Any) -> Any:
             if task.cancelled():
                 raise
     return task.result()
+
+
+async def finished(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Wait for ``work`` to its end. Its exceptions are raised; a cancellation meanwhile is given back, for later."""
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError as error:
+        await outlast(work)
+        return error
+    return None

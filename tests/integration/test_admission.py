@@ -46,6 +46,12 @@ async def soon(what: Callable[[], bool], seconds: float = 20.0) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_an_unknown_residency_is_refused_when_the_runtime_opens(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="cost, lfu, lru, ttl"):
+        async with opened(tmp_path / "home", model, residency="fifo"):
+            pass
+
+
 async def test_many_turns_over_memory_for_two_all_get_their_answer(model: Path, tmp_path: Path) -> None:
     """More turns at once than fit: they wait for one another, nobody fails, nobody is forgotten."""
     async with opened(tmp_path / "roomy", model) as kv:
