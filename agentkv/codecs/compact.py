@@ -33,7 +33,7 @@ from agentkv.codecs.compact_plain import Channels, Plain
 from agentkv.codecs.compact_symbols import Filled, SymbolCoder
 from agentkv.codecs.contract import CODECS, Codec, Fit, KVBlock, MissingFit
 from agentkv.codecs.exact import Exact
-from agentkv.codecs.turning import post_rope, pre_rope, slabs, turn_slab
+from agentkv.codecs.turning import pre_rope, slabs, turn_on, turn_slab
 from agentkv.codecs.words import block_dtype
 
 if TYPE_CHECKING:
@@ -222,12 +222,11 @@ class Compact(Codec):
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _restore(self, source: _Source, out: KVBlock) -> None:
-        """A stored block: bits where keys are wanted where they came from, else turned on in float32."""
+        """A stored block: bits where keys are wanted where they came from, else turned on."""
         (position,) = source.take(_POSITION)
         found = _on_cpu(out)
         self._exact.decode(source.rest(), found, {})
-        if position != out.position and any(r is not None and r.frequencies for r in out.rotations):
-            post_rope(pre_rope(replace(found, position=position)), found)
+        turn_on(found, position)
         for tensor, into in zip((*found.keys, *found.values), (*out.keys, *out.values), strict=True):
             if into is not tensor:
                 into.copy_(tensor)

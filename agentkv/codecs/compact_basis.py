@@ -133,7 +133,8 @@ class Basis:
                 shapes = f"{tuple(basis.shape)} and its mean {tuple(mean.shape)}"
                 raise ValueError(f"fit {fit.digest}: {name!r} {shapes} do not agree")
             try:
-                forward = torch.linalg.inv(basis.double()).float()
+                # One by one: with several threads torch 2.13 fails at a batch of them.
+                forward = torch.stack([torch.linalg.inv(each) for each in basis.double()]).float()
             except RuntimeError as error:
                 raise ValueError(f"fit {fit.digest}: {name!r} has no inverse: {error}") from None
             if not all(bool(t.isfinite().all()) for t in (mean, forward, basis)):

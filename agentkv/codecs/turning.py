@@ -12,16 +12,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from agentkv.codecs.contract import KVBlock
-from agentkv.rope import Rotation
+from agentkv.rope import Rotation, rotate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["post_rope", "pre_rope", "rotations_of", "slabs", "turn_slab"]
+__all__ = ["post_rope", "pre_rope", "rotations_of", "slabs", "turn_on", "turn_slab"]
 
 _SLAB = 150_000
 """Numbers of keys at once: layers enough for calls that last, few enough for what they work on to stay in a core's
 cache. Between calls threads wait for one another (Python's lock), which costs about as much as a short call."""
+
+_FARTHEST = 1 << 53
 
 
 def rotations_of(block: KVBlock) -> tuple[Rotation | None, ...]:
@@ -62,13 +64,26 @@ def turn_slab(keys: Tensor, layers: slice, block: KVBlock, sense: int) -> None:
     turned[..., second].add_(across[..., first])
 
 
+def turn_on(block: KVBlock, position: int) -> None:
+    """Turn the keys of ``block``, whose first token's were made at ``position``, to its own positions, in place.
+
+    In float32 or what is wider, rounded once. ``ValueError`` where ``position`` is not one that a token can have.
+    """
+    if abs(position) > _FARTHEST:
+        raise ValueError(f"keys of position {position}; positions reach to {_FARTHEST}")
+    by = block.position - position
+    for keys, rotation in zip(block.keys, rotations_of(block), strict=True):
+        if by and rotation is not None:
+            keys.copy_(rotate(keys, [(block.tokens, by)], rotation))
+
+
 @lru_cache(maxsize=64)
 def _angles(rotation: Rotation, position: int, tokens: int, sense: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines ``[T, 2n]`` float32: each of a pair has those of its pair."""
     import torch
 
     with torch.inference_mode(False):
-        positions = sense * torch.arange(position, position + tokens, dtype=torch.float64)
+        positions = sense * (torch.arange(tokens, dtype=torch.float64) + float(position))
         each = positions[:, None] * torch.tensor(rotation.frequencies, dtype=torch.float64)
         sides = [side.to(torch.float32) for side in (torch.cos(each), torch.sin(each))]
         if rotation.interleaved:

@@ -27,9 +27,8 @@ from agentkv.codecs.exact import Exact
 from agentkv.codecs.frames import join_frames, split_frames
 from agentkv.codecs.grids import Grid
 from agentkv.codecs.tiles import Shape, pieces, spans
-from agentkv.codecs.turning import rotations_of, slabs, turn_slab
+from agentkv.codecs.turning import rotations_of, slabs, turn_on, turn_slab
 from agentkv.codecs.words import Bytes, block_dtype
-from agentkv.rope import rotate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -254,10 +253,7 @@ def _decode_exact(source: memoryview, out: KVBlock) -> None:
     (position,) = _POSITION.unpack_from(source)
     plain = _on_cpu(out)
     _exact.decode(source[_POSITION.size :], plain, {})
-    by = out.position - position
-    for keys, rotation in zip(plain.keys, rotations_of(out), strict=True):
-        if by and rotation is not None:
-            keys.copy_(rotate(keys, [(out.tokens, by)], rotation))
+    turn_on(plain, position)
     for into, tensor in zip((*out.keys, *out.values), (*plain.keys, *plain.values), strict=True):
         if into is not tensor:
             into.copy_(tensor)

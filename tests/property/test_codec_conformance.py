@@ -25,8 +25,8 @@ from agentkv.testing.codecs import (
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FILLS = ("normal", "channels", "biased", "outliers", "bits", "constant", "zeros", "tiny", "largest", "special")
-MOST_NUMBERS = 80_000
-quiet = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+MOST_NUMBERS = 40_000
+quiet = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 
 
 def fill(shape: tuple[int, int, int], dtype: torch.dtype, how: str, seed: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from agentkv.codecs import CODECS, Codecs, Fit, KVBlock, MissingFit
 from agentkv.codecs.compact import Compact
 from agentkv.codecs.compact_fit import fit_compact
 from agentkv.codecs.turning import post_rope, pre_rope
-from agentkv.rope import Rotation
+from agentkv.rope import Rotation, rotate
 
 FREQUENCIES = tuple(10_000.0 ** (-i / 32) for i in range(32))
 STORED, PLAIN, FITTED = 0, 1, 2
@@ -348,6 +348,51 @@ def test_narrow_bundles_are_a_head_each() -> None:
     narrow = COMPACT.fitted(fit_compact([block(tokens=2000, seed=7)], widest=200))
     assert narrow.encode(kv)[1] == FITTED
     assert worst(there_and_back(narrow, kv), kv, narrow.bound(kv)) <= 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_fits_of_several_bundles_load_whatever_the_threads(threads: int) -> None:
+    fit, kv = fit_compact([block(tokens=2000, seed=7)], widest=128), block()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        codec = COMPACT.fitted(fit)
+    finally:
+        torch.set_num_threads(before)
+    assert worst(there_and_back(codec, kv), kv, codec.bound(kv)) <= 1
+
+
+@pytest.mark.parametrize("position", [(1 << 63) - 1, -(1 << 63)])
+def test_a_stored_position_beyond_reason_is_refused(position: int) -> None:
+    kv = block(tokens=9)
+    kv.keys[0][0, 0, 0] = float("inf")
+    payload = COMPACT.encode(kv)
+    assert payload[1] == STORED
+    with pytest.raises(ValueError, match=str(position)):
+        COMPACT.decode(payload[:2] + struct.pack("<q", position) + payload[10:], kv, {})
+
+
+def test_stored_float64_numbers_beyond_float32_turn() -> None:
+    kv = block(tokens=9, dtype=torch.float64)
+    kv = replace(kv, keys=tuple(k * 1e200 for k in kv.keys))
+    out = there_and_back(COMPACT, kv, at=kv.position + 5)
+    wanted = rotate(kv.keys[0], [(9, 5)], Rotation(FREQUENCIES))
+    assert float(((out.keys[0] - wanted).abs() / wanted.abs().amax()).max()) < 1e-12
+
+
+def test_slabs_show_in_no_number(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = replace(block(layers=5), layers=(0, 1, 2, 3, 1))
+    for codec in (COMPACT, COMPACT.fitted(fit), CODECS.get("int8"), CODECS.get("int4")):
+        found = []
+        for numbers in (1, 2 * kv.keys[0].numel(), 1 << 30):
+            monkeypatch.setattr("agentkv.codecs.turning._SLAB", numbers)
+            payload = codec.encode(kv)
+            out = replace(
+                kv, keys=tuple(map(torch.empty_like, kv.keys)), values=tuple(map(torch.empty_like, kv.values))
+            )
+            codec.decode(payload, out, codec.parameters())
+            found.append((payload, torch.stack([*out.keys, *out.values])))
+        assert all(payload == found[0][0] and torch.equal(out, found[0][1]) for payload, out in found)
 
 
 def test_float32_products_decode_what_bfloat16_ones_do(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
