@@ -1,11 +1,12 @@
-# make demo | test | test-full | check | format | clean          everything happens inside $(VENV)
+# make demo | test | test-full | soak | check | format | clean          everything happens inside $(VENV)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
+MINUTES ?= 30
 
-.PHONY: demo test test-full check format clean install install-dev
+.PHONY: demo test test-full soak check format clean install install-dev
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -34,6 +35,10 @@ test-full: install-dev
 	$(BIN)/agentkv models pull smollm2-135m
 	$(BIN)/agentkv models pull gemma3-270m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu" $(TESTS)
+
+# Random traffic with a fault every second: nothing may be wrong, lost, leaked or growing.
+soak: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES)
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -199,7 +199,7 @@ class Sessions:
     async def delete(self, session_id: str) -> int:
         """Delete a conversation and the files that no other needs. Returns the bytes freed on disk.
 
-        Waits for a turn under way. ``SessionNotFound`` if there is none.
+        Waits for a turn under way. ``SessionNotFound`` if there is none. Files that cannot be deleted now go later.
         """
         self._check_open()
         core = self._cores.get(session_id)
@@ -224,7 +224,8 @@ class Sessions:
                 raise
             await self.tiers.drop(core)
             self._cores.pop(core.id, None)
-        freed = await self.tiers.writer.collect_garbage()
+        # The conversation is gone already: files that the disk will not let go yet are no reason to say otherwise.
+        freed = await self.tiers.writer.try_collecting(core.id)
         self.tiers.observer.deleted(core, freed)
         return freed
 

@@ -13,7 +13,7 @@ from functools import partial
 from blake3 import blake3
 
 from agentkv.codecs import CODECS, Codec, Codecs
-from agentkv.errors import StorageError, StorageFull
+from agentkv.errors import DatabaseUnavailable, StorageError, StorageFull
 from agentkv.sessions.db.records import ChunkCondemned, ChunkRecord, Manifest, SegmentRecord
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.snapshots import Snapshot
@@ -169,12 +169,13 @@ class ChunkWriter:
             await self.try_collecting(session_id)
         return StoreReport(written, nbytes, snapshot.span.stop)
 
-    async def try_collecting(self, session_id: str) -> None:
-        """``collect_garbage``; trouble is logged: the files go another time."""
+    async def try_collecting(self, session_id: str) -> int:
+        """``collect_garbage``; trouble is logged: the files go another time. Returns the bytes freed."""
         try:
-            await self.collect_garbage()
-        except StorageError as error:
+            return await self.collect_garbage()
+        except (StorageError, DatabaseUnavailable) as error:
             logger.error("unneeded chunks of session %s could not be deleted yet: %s", session_id, error)
+            return 0
 
     async def _put(self, encoded: Sequence[EncodedChunk]) -> None:
         """The files, durable. Where they do not fit, KV of other models makes room, the longest unused first."""
