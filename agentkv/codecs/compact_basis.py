@@ -28,6 +28,9 @@ __all__ = ["Basis", "Bundles"]
 
 _ESCAPES_AT_ONCE = 1024
 
+_AT_ONCE = 64
+"""Products are over a multiple of so many components: oneDNN compiles code for every new shape, 1 ms each."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundles:
@@ -76,7 +79,7 @@ class Bundles:
         product = torch.empty((many, bundles, tokens, components), dtype=basis.dtype, device=basis.device)
         for i in range(many):
             used = filled[i].reshape(bundles, components).any(0).nonzero()[0]
-            n = int(used[-1]) + 1 if len(used) else 0
+            n = min(components, -(-int(used[-1] + 1) // _AT_ONCE) * _AT_ONCE) if len(used) else 0
             torch.bmm(factors[i, ..., :n], basis[i, :, :n], out=product[i])
         sides = self._sides(product)
         keys, values = (torch.empty(side.shape, dtype=torch.float32, device=side.device).copy_(side) for side in sides)
