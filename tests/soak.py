@@ -248,7 +248,8 @@ class Soak:
             self._traffic.opened(kv)
             for known in list(self._traffic.sessions.values()):
                 await self._traffic.look(known)
-                await kv.sessions.delete(known.id)
+            for record in await kv.sessions.list(limit=1000):
+                await kv.sessions.delete(record.id)
             tiers = kv.sessions.tiers
             left = dict(tiers.blobs.list())
             rows = await kv.sessions.repository.known_chunk_ids()

@@ -80,7 +80,7 @@ class LocalBlobs(BlobStore):
                 raise PermissionError(errno.EACCES, "not writable")
             self.root.chmod(0o700)
             self._used = sum(size for _, size in _walk(self.root))
-            self._quarantined = sorted(_walk(self.root / _QUARANTINE))
+            self._quarantined = sorted((Path(path), size) for path, size in _walk(self.root / _QUARANTINE))
             _fsync_folder(self.root)
             self._folders = {entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)}
         except OSError as error:
@@ -187,13 +187,14 @@ class LocalBlobs(BlobStore):
     def sweep(self) -> SweepReport:
         """See ``BlobStore``. Runs at open; a home has one owner, so every other temporary is an orphan."""
         temporaries = temporary_bytes = blobs = blob_bytes = 0
-        for path, nbytes in _walk(self.root):
-            if path.name.startswith(_TEMPORARY):
+        for found, nbytes in _walk(self.root):
+            if os.path.basename(found).startswith(_TEMPORARY):  # noqa: PTH119
+                path = Path(found)
                 with self._lock:
                     if path not in self._in_flight and _unlink(path):
                         self._used -= nbytes
                         temporaries, temporary_bytes = temporaries + 1, temporary_bytes + nbytes
-            elif self._is_blob(path):
+            elif self._blob_name(found) is not None:
                 blobs, blob_bytes = blobs + 1, blob_bytes + nbytes
         with self._lock:
             quarantined = [nbytes for _, nbytes in self._quarantined]
@@ -207,16 +208,18 @@ class LocalBlobs(BlobStore):
         """See ``BlobStore``."""
         try:
             for path, nbytes in _walk(self.root):
-                if self._is_blob(path) and path.name not in self._refused:
-                    yield path.name, nbytes
+                if (name := self._blob_name(path)) is not None and name not in self._refused:
+                    yield name, nbytes
         except OSError as error:
             raise StorageError(f"the blob folder {self.root} cannot be listed: {error}") from error
 
     def _path(self, name: str) -> Path:
         return self.root / name[:2] / name
 
-    def _is_blob(self, path: Path) -> bool:
-        return is_name(path.name) and path == self._path(path.name)
+    def _blob_name(self, path: str) -> str | None:
+        """The blob that this file is; ``None`` where it is none."""
+        name = os.path.basename(path)  # noqa: PTH119
+        return name if is_name(name) and path == f"{self.root}/{name[:2]}/{name}" else None
 
     def _open(self, name: str) -> int:
         if not is_name(name) or name in self._refused:
@@ -332,15 +335,18 @@ def _regular_size(descriptor: int, name: str) -> int:
     return status.st_size
 
 
-def _walk(folder: Path) -> Iterator[tuple[Path, int]]:
-    """(path, bytes) of every file below ``folder``, links counted as themselves; what vanishes meanwhile is skipped."""
+def _walk(folder: Path | str) -> Iterator[tuple[str, int]]:
+    """(path, bytes) of every file below ``folder``, links counted as themselves; what vanishes meanwhile is skipped.
+
+    Plain strings: a home has tens of thousands of files, and making a ``Path`` of each takes longer than finding it.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
-                    yield from _walk(Path(entry.path))
+                    yield from _walk(entry.path)
                 else:
-                    yield Path(entry.path), entry.stat(follow_symlinks=False).st_size
+                    yield entry.path, entry.stat(follow_symlinks=False).st_size
 
 
 def _unlink(path: Path) -> bool:
