@@ -105,7 +105,7 @@ class Soak:
                     self._traffic = Traffic(self._draw, oracle, self._sessions)
                     self._traffic.may_be_locked = lambda: time.monotonic() - self._faults.locked_at < 10
                     while (left := began + seconds - time.monotonic()) > 0:
-                        await self._opened_for(min(left, self._draw.uniform(3, max(5.0, min(20.0, seconds / 4)))))
+                        await self._opened_for(min(left, self._draw.uniform(3, max(5.0, min(60.0, seconds / 8)))))
                         if self._draw.random() < 0.4 or not self.summary.killed:
                             await self._killed()
                     await self._emptied()

@@ -17,6 +17,10 @@ from agentkv import AgentKV
 __all__ = ["Clock", "Faults", "SmallDisk"]
 
 
+_OF_THE_DISK = {"full", "read_only"}
+"""One at a time: each is ended by writing to that disk."""
+
+
 class Clock:
     """The process's wall clock, which somebody sets: everything reads it from ``time.time``."""
 
@@ -94,7 +98,8 @@ class Faults:
 
     async def one(self, kv: AgentKV) -> None:
         """One fault, which ends by itself."""
-        kind = self._draw.choice([kind for kind in self.kinds if kind not in self._active])
+        busy = self._active | (_OF_THE_DISK if self._active & _OF_THE_DISK else set())
+        kind = self._draw.choice([kind for kind in self.kinds if kind not in busy])
         self.counts[kind] += 1
         if kind in ("flip", "truncate", "remove"):
             self._spoil(kv, kind)
