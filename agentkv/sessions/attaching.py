@@ -24,7 +24,7 @@ from agentkv.storage.blobs import BlobStore
 from agentkv.storage.chunkfile import HEAD_LIMIT, MAX_CHUNK_TOKENS, read_header
 from agentkv.types import SessionState, Span
 
-__all__ = ["Attaching"]
+__all__ = ["Attaching", "Lead"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,24 @@ _PATIENCE = 60.0
 """Seconds after which a session computes a head that another one has not stored yet."""
 _LEAST = 64
 """A shorter head is computed sooner than it is looked up and read."""
+
+
+class Lead:
+    """The computing of a head that other sessions wait for, until it is stored or given up."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._handed_on = False
+
+    def stored_by(self, writing: asyncio.Task[None]) -> None:
+        """It is being written: the others go on when that has ended, well or not."""
+        self._handed_on = True
+        writing.add_done_callback(lambda _: self._release())
+
+    def end(self) -> None:
+        """The turn has ended. Where nothing is being written, the others wait in vain no longer."""
+        if not self._handed_on:
+            self._release()
 
 
 class Attaching:
@@ -49,12 +67,12 @@ class Attaching:
         self._leading: dict[str, asyncio.Future[None]] = {}
 
     @asynccontextmanager
-    async def attached(self, core: SessionCore, ledger: array[int]) -> AsyncIterator[Callable[[], None] | None]:
+    async def attached(self, core: SessionCore, ledger: array[int]) -> AsyncIterator[Lead | None]:
         """Make stored chunks the session's own, as far as they reach. Call with the gate held, before its first KV.
 
         What is found is restored by the caller like any stored KV: where it turns out to be bad, it is computed. Where
         another session computes the same head just now, its being stored is waited for, a bounded time. Yields
-        ``None``; or, where this session is the one to compute the head for the others, what to call once it is stored.
+        ``None``; or, where this session is the one to compute the head for the others, what it tells them through.
         """
         if core.kv is not None or core.record.kv_length or core.record.pinned < _LEAST:
             yield None
@@ -76,16 +94,17 @@ class Attaching:
             return
         mine = self._leading[head] = asyncio.get_running_loop().create_future()
 
-        def stored() -> None:
+        def release() -> None:
             if self._leading.get(head) is mine:
                 del self._leading[head]
             if not mine.done():
                 mine.set_result(None)
 
+        lead = Lead(release)
         try:
-            yield stored
+            yield lead
         finally:
-            stored()
+            lead.end()
 
     async def _attach(self, core: SessionCore, ledger: array[int]) -> bool:
         """Whether stored chunks are the session's own now."""

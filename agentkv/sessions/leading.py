@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 
 from agentkv.engine.job import Job
 from agentkv.engine.loading import LoadedModel
 from agentkv.kv.contract import SequenceKV
+from agentkv.sessions.attaching import Lead
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.recompute import computed
 from agentkv.sessions.tiers import Tiers
@@ -24,9 +24,9 @@ async def lead(
     ledger: array[int],
     model: LoadedModel,
     tiers: Tiers,
-    stored: Callable[[], None],
+    others: Lead,
 ) -> None:
-    """Compute the head into the empty ``kv`` and have it stored in the background; ``stored`` is called then.
+    """Compute the head into the empty ``kv`` and have it stored in the background; ``others`` are told then.
 
     It is the session's from here on, whatever becomes of the turn; its bits are those of a prefill that stops there.
     Call with the gate held.
@@ -48,4 +48,4 @@ async def lead(
         raise cancelled
     await tiers.behind.add(core)
     if core.writing is not None:
-        core.writing.add_done_callback(lambda _: stored())
+        others.stored_by(core.writing)

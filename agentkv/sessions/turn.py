@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from agentkv.policies.retention import ItemView, check_fits, parse_policy
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
 from agentkv.schemas.sampling import SamplingParams
+from agentkv.sessions.attaching import Lead
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, TurnRecord
 from agentkv.sessions.leading import lead
@@ -114,12 +115,10 @@ class Turn:
         core = self._core
         ledger = await core.load(self._tiers.repository)
         rendered = await asyncio.to_thread(self._render)
-        async with self._tiers.attaching.attached(core, ledger) as head_stored:
-            return await self._attached_turn(ledger, rendered, head_stored)
+        async with self._tiers.attaching.attached(core, ledger) as leading:
+            return await self._attached_turn(ledger, rendered, leading)
 
-    async def _attached_turn(
-        self, ledger: array[int], rendered: _Rendered, head_stored: Callable[[], None] | None
-    ) -> Done | Appended:
+    async def _attached_turn(self, ledger: array[int], rendered: _Rendered, leading: Lead | None) -> Done | Appended:
         core, request = self._core, self._request
         prompt_tokens = core.held_tokens + len(rendered.ids)
         generate = request.sampling is not None
@@ -129,8 +128,8 @@ class Turn:
             room = len(ledger) - core.record.kv_length + len(rendered.ids) + max_tokens
             restore, cached = await self._made_live(room, ledger)
             assert core.kv is not None
-            if head_stored is not None and len(ledger) + len(rendered.ids) > core.record.pinned + (not generate):
-                await lead(core, core.kv, ledger, self._model, self._tiers, head_stored)
+            if leading is not None and len(ledger) + len(rendered.ids) > core.record.pinned + (not generate):
+                await lead(core, core.kv, ledger, self._model, self._tiers, leading)
             # The last token's KV is always left to the next step: generation needs that step's logits.
             feed = [*ledger[core.kv.length :], *rendered.ids]
             if not generate:

@@ -267,7 +267,8 @@ class LayoutMachine(RuleBasedStateMachine):
             span = Span(naive.evicted_at, naive.length)
             self._watch(state, state.kv.capture(span), [0], span)
             self._crop(state, max(naive.length - back, naive.evicted_at))
-            packed_step(self.layout, [state], [min(tokens, state.room)], seed)
+            if state.room:  # a window that is full of what was evicted before has none
+                packed_step(self.layout, [state], [min(tokens, state.room)], seed)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

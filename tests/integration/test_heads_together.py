@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,25 @@ async def test_a_head_is_computed_once_by_sessions_that_begin_together(
         for session in sessions:
             await check_session(kv, session)
         await check_home(kv)
+
+
+async def test_a_slow_disk_makes_the_others_wait_and_not_compute(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's turn has ended long before its head is stored."""
+    model = chat_folder(models, "llama")
+    async with opened(tmp_path / "home", model) as kv:
+        blobs = kv.sessions.tiers.blobs
+        put = blobs.put_many
+
+        def slowly(items: Any) -> int:
+            time.sleep(0.5)
+            return put(items)
+
+        monkeypatch.setattr(blobs, "put_many", slowly)
+        sessions = await made(kv, 4, system=SYSTEM)
+        replies = await asyncio.gather(*(s.send(QUESTION, max_tokens=1) for s in sessions))
+        assert sorted(reply.usage.cached_tokens for reply in replies) == [0, *[sessions[0]._core.record.pinned] * 3]
 
 
 @pytest.mark.parametrize("at", ["while it computes", "at once"])

@@ -86,6 +86,7 @@ def replay(trace: Trace, smollm2_path: Path, tmp_path_factory: pytest.TempPathFa
         "home": tmp_path_factory.mktemp("home"),
         "dtype": "bfloat16",
         "idle_seconds": 3600,
+        "idle_codec": "exact",
     }
     create = {"system": trace.system, "agent_id": trace.name}
     turns = [["append", turn] for turn in trace.turns]
