@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from retaining import assert_equal_replies, check_held, check_stored, positions
 
 from agentkv import AgentKV
-from agentkv.policies.retention import RETENTION, RetentionPolicy, SessionView
+from agentkv.policies.retention import RETENTION, RetentionPolicy, SessionView, parse_policy, policy_text
 from agentkv.sessions.session import Session
 from agentkv.types import Span
 
@@ -188,7 +188,7 @@ class Played:
             self.where = "disk"
 
     async def set_policy(self, policy: str) -> None:
-        if (await (await self.pair())[0].state()).policy == policy:
+        if (await (await self.pair())[0].state()).policy == policy_text(parse_policy(policy)):
             return
         for session in await self.pair():
             await session.set_policy(policy)
