@@ -7,10 +7,9 @@ session shares a chunk only by attaching to it before it computes anything itsel
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,8 +24,6 @@ from agentkv.storage.chunkfile import HEAD_LIMIT, MAX_CHUNK_TOKENS, read_header
 from agentkv.types import SessionState, Span
 
 __all__ = ["Attaching", "Lead"]
-
-logger = logging.getLogger(__name__)
 
 _PATIENCE = 60.0
 """Seconds after which a session computes a head that another one has not stored yet."""
@@ -80,9 +77,10 @@ class Attaching:
         if core.record.kv_fingerprint != self._writer.kv_fingerprint:
             yield None  # made under another model, whose name its stored KV would bear
             return
-        head = self._keys(core, ledger)[-1]
+        keys = self._keys(core, ledger)
+        head = keys[-1]
         deadline = time.monotonic() + _PATIENCE
-        while not await self._attach(core, ledger):
+        while not await self._attach(core, keys):
             if (leader := self._leading.get(head)) is None:
                 break
             await asyncio.wait([leader], timeout=max(0.0, deadline - time.monotonic()))
@@ -106,10 +104,10 @@ class Attaching:
         finally:
             lead.end()
 
-    async def _attach(self, core: SessionCore, ledger: array[int]) -> bool:
+    async def _attach(self, core: SessionCore, keys: Sequence[str]) -> bool:
         """Whether stored chunks are the session's own now."""
         pinned = core.record.pinned
-        found = await self._found(core, ledger)
+        found = await self._found(core, keys)
         reached = found[-1].span.stop if found else 0
         if not found or (reached < pinned and (self._forgets or core.evicts)):
             return False
@@ -132,9 +130,8 @@ class Attaching:
         ends = [end for _, end in chains(ledger, spans)]
         return [self._writer.key(span, end, codec) for span, end in zip(spans, ends, strict=True)]
 
-    async def _found(self, core: SessionCore, ledger: array[int]) -> list[ChunkRecord]:
+    async def _found(self, core: SessionCore, keys: Sequence[str]) -> list[ChunkRecord]:
         """Stored chunks that tile the head from its start on, as this session would have cut it."""
-        keys = self._keys(core, ledger)
         stored = {chunk.lookup_key: chunk for chunk in await self._repository.stored_chunks(core.record.tenant, keys)}
         found = []
         for key in keys:

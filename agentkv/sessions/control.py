@@ -39,11 +39,10 @@ class Control:
         path = _path(self._home)
         try:
             path.unlink(missing_ok=True)
-            before = os.umask(0o177)
-            try:
-                self._server = await asyncio.start_unix_server(self._answer, path)
-            finally:
-                os.umask(before)
+            bound = socket.socket(socket.AF_UNIX)
+            bound.bind(str(path))
+            path.chmod(0o600)  # nobody connects before it listens
+            self._server = await asyncio.start_unix_server(self._answer, sock=bound)
         except OSError as error:
             logger.info("no look into this process from others: %s cannot be made: %s", path, error)
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,8 +70,7 @@ class Events:
                     if reader.lost:
                         lost, reader.lost = reader.lost, 0
                         yield LifecycleEvent("lost", None, time.time(), {"events": lost})
-                    with suppress(IndexError):
-                        yield reader.pending.popleft()
+                    yield reader.pending.popleft()
                 if self._closed:
                     return
                 reader.more.clear()

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from agentkv.errors import AgentKVError, CapacityExceeded, InvalidRequest
+from agentkv.errors import AgentKVError, InvalidRequest
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.tiers import Tiers
 from agentkv.types import SessionState, Tier
@@ -87,7 +87,7 @@ class Hints:
                 core.expected_at = time.monotonic()  # its result is about to be sent
 
     async def prefetch(self, core: SessionCore) -> HintOutcome:
-        """Bring its KV to the device now, if that drives nobody away who is worth more."""
+        """Bring its KV to the device now, if that drives nobody away."""
         if core.kv is not None:
             return HintOutcome("accepted", "it is there")
         if core.record.kv_length == 0:
@@ -95,18 +95,16 @@ class Hints:
         if not core.idle:
             return HintOutcome("deferred", "it is being moved or used")
         room = self._tiers.residency
-        needed = self._tiers.layout.bytes_needed(None, core.record.held.tokens, core.limit(room.context))
-        if room.used + needed > room.budget:
-            return HintOutcome("deferred", f"{needed:,} bytes are not free on the device")
         try:
             async with core.gate:
                 core.check_open()
-                await room.reserve(core, core.record.held.tokens)
+                if not room.take_free(core, core.record.held.tokens):
+                    return HintOutcome("deferred", f"{core.record.held.tokens:,} tokens of KV do not fit what is free")
                 try:
                     report = await self._tiers.make_live(core)
                 finally:
                     room.settle(core)
-        except CapacityExceeded as error:
+        except AgentKVError as error:
             return HintOutcome("rejected", str(error))
         return HintOutcome("accepted", f"restored from {report.source}")
 

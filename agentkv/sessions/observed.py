@@ -25,8 +25,9 @@ class Past:
         gaps = [b.created_at - a.created_at for each in spoken for a, b in pairwise(each)]
         self.gap = median(gaps) if gaps else None
         self.together = _together(spoken, max(60.0, self.gap or 0.0))
-        known = sum(t.span.start for each in spoken for t in each[1:])
-        reused = sum(t.cached_tokens for each in spoken for t in each[1:])
+        # Under a policy that evicts, what is known is not the whole ledger.
+        later = [t for r, each in zip(records, spoken, strict=True) if r.policy == "full" for t in each[1:]]
+        known, reused = sum(t.span.start for t in later), sum(t.cached_tokens for t in later)
         self.hit_rate = min(1.0, reused / known) if known else None
         self.full_share = sum(r.policy == "full" for r in records) / len(records) if records else 0.0
 

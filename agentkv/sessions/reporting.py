@@ -75,7 +75,7 @@ def runtime_stats(sessions: Sessions, opened: float) -> RuntimeStats:
 def look(sessions: Sessions, opened: float, model: str) -> dict[str, Any]:
     """``runtime_stats`` and a line for each session that holds memory or was used lately, as plain values."""
     now = time.monotonic()
-    cores = sorted(sessions.cores(), key=lambda core: (core.idle, core.last_used and now - core.last_used))
+    cores = sorted(sessions.cores(), key=lambda core: (core.idle, -core.last_used))
     return {
         "pid": os.getpid(),
         "model": model,

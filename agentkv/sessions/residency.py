@@ -100,6 +100,10 @@ class Residency:
             retry_after=_RETRY_AFTER,
         )
 
+    def take_free(self, core: SessionCore, tokens: int) -> bool:
+        """``reserve`` as far as memory is free: nobody gives way, and nobody who waits is passed."""
+        return not self.admission.waiting and self._fits(core, self._needed(core, tokens))
+
     def settle(self, core: SessionCore) -> None:
         """After a turn: count what is really reserved."""
         core.reserved = core.kv.nbytes if core.kv is not None else 0

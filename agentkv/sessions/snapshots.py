@@ -69,11 +69,6 @@ class Snapshot:
         last = None if self.placement.trivial else self.placement
         return sorted(ResumePoint(p, kind, last if p == self.span.stop else None) for p, kind in self.kinds.items())
 
-    @property
-    def last(self) -> ResumePoint:
-        """The one at its end."""
-        return self.points()[-1]
-
     def void(self) -> Span | None:
         """Older resume points inside lose a sliding window that was stored where sealed chunks are going to be."""
         reach = max((len(part.span) for parts in self.windows.values() for part in parts), default=0)

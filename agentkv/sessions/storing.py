@@ -209,9 +209,8 @@ class ChunkWriter:
         ]
         segments = [SegmentRecord(chunk.id, chunk.header.span) for chunk in encoded]
         reached = Span(encoded[0].header.start, encoded[-1].header.stop)
-        points = [
-            p for p in snapshot.points() if reached.start < p.position <= reached.stop or (last and p == snapshot.last)
-        ]
+        end = snapshot.span.stop if last else None
+        points = [p for p in snapshot.points() if reached.start < p.position <= reached.stop or p.position == end]
         write = partial(self._repository.reseal, session_id, records, segments, points, snapshot.void())
         try:
             replaced = await write()
