@@ -16,14 +16,13 @@ Rows of nothing but zeros are in no frame.
 from __future__ import annotations
 
 import struct
-import threading
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import zstandard
 
+from agentkv.codecs.frames import compressed, decompressed
 from agentkv.codecs.words import Bytes
 
 __all__ = ["Filled", "SymbolCoder", "Symbols"]
@@ -81,29 +80,15 @@ _LENGTHS = struct.Struct(f"<{1 + len(_PACKINGS)}I")
 _SPREADS = 32
 
 
-class _Contexts(threading.local):
-    """zstd contexts serve one thread at a time and are expensive to make: one pair a thread."""
-
-    def __init__(self) -> None:
-        tuned = zstandard.ZstdCompressionParameters.from_level(
-            1, window_log=17, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST, write_content_size=1
-        )
-        self.compressor = zstandard.ZstdCompressor(compression_params=tuned)
-        self.decompressor = zstandard.ZstdDecompressor()
-
-
 class SymbolCoder:
     """Stateless and thread-safe."""
-
-    def __init__(self) -> None:
-        self._contexts = _Contexts()
 
     def pack(self, rows: Symbols) -> bytes:
         """``rows [R, T]``, R and T at least 1. The same rows give the same bytes."""
         classes = _classes(rows)
         frames = [np.diff(classes, prepend=np.uint8(0))]
         frames += [p.pack(rows[here]) for p, here in zip(_PACKINGS, _places(classes), strict=True)]
-        packed = [self._contexts.compressor.compress(np.ascontiguousarray(frame).data) for frame in frames]
+        packed = [compressed(np.ascontiguousarray(frame)) for frame in frames]
         return b"".join([_LENGTHS.pack(*map(len, packed)), *packed])
 
     def unpack(self, packed: memoryview, rows: int, tokens: int) -> tuple[Symbols, Filled]:
@@ -118,26 +103,13 @@ class SymbolCoder:
             raise ValueError(f"symbols of {sum(lengths)} bytes in {len(packed) - _LENGTHS.size}")
         ends = np.cumsum([_LENGTHS.size, *lengths]).tolist()
         first, *frames = [packed[start:stop] for start, stop in pairwise(ends)]
-        classes = np.cumsum(self._plain(first, rows), dtype=np.uint8)
+        classes = np.cumsum(decompressed(first, rows, "the classes of symbols"), dtype=np.uint8)
         symbols = np.zeros((rows, tokens), dtype=np.int8)
         for packing, here, frame in zip(_PACKINGS, _places(classes), frames, strict=True):
             width = packing.width(tokens)
-            plain = self._plain(frame, len(here) * width).reshape(len(here), width)
+            plain = decompressed(frame, len(here) * width, "a frame of symbols").reshape(len(here), width)
             symbols[here] = packing.unpack(plain, tokens)
         return symbols, classes >= _SPREADS
-
-    def _plain(self, frame: memoryview, size: int) -> Bytes:
-        try:
-            # The decompressor allocates what the frame claims: compare before it does.
-            claimed = zstandard.frame_content_size(frame)
-            if claimed != size:
-                raise ValueError(f"symbols that unpack to {claimed} bytes where {size} are due")
-            plain = self._contexts.decompressor.decompress(frame, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise ValueError(f"symbols do not unpack: {error}") from None
-        if len(plain) != size:
-            raise ValueError(f"symbols unpacked to {len(plain)} bytes where {size} are due")
-        return np.frombuffer(plain, dtype=np.uint8)
 
 
 def _classes(rows: Symbols) -> Bytes:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import zstandard
 
 from agentkv.codecs.words import Bytes
 
-__all__ = ["join_frames", "split_frames"]
+__all__ = ["compressed", "decompressed", "join_frames", "split_frames"]
 
 _FRAME = struct.Struct("<BQ")
 _STORED, _ZSTD = 0, 1
@@ -29,6 +29,8 @@ class _Contexts(threading.local):
     """zstd contexts serve one thread at a time and are expensive to make: one pair a thread."""
 
     def __init__(self) -> None:
+        # Against plain level 1 this encodes exponent bytes 2.6x as fast, decodes them 1.7x as fast and comes out 6 %
+        # smaller (2.9 MB plane of bf16 KV).
         tuned = zstandard.ZstdCompressionParameters.from_level(
             1, window_log=17, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST, write_content_size=1
         )
@@ -39,16 +41,46 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def join_frames(arrays: Sequence[Bytes]) -> bytes:
-    """One payload of ``arrays``, contiguous uint8. The same arrays give the same bytes."""
+def compressed(body: Bytes) -> bytes:
+    """A zstd frame of contiguous bytes. The same bytes give the same frame."""
+    return _contexts.compressor.compress(body.data)
+
+
+def decompressed(frame: memoryview, size: int, what: str) -> Bytes:
+    """The ``size`` bytes of a zstd frame, read-only; ``ValueError`` says what is wrong with ``what`` otherwise."""
+    try:
+        # The decompressor allocates what the frame claims: compare before it does.
+        claimed = zstandard.frame_content_size(frame)
+        if claimed != size:
+            raise ValueError(f"{what} unpacks to {claimed} bytes where {size} belong")
+        plain = _contexts.decompressor.decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{what} does not unpack: {error}") from None
+    if len(plain) != size:
+        raise ValueError(f"{what} unpacked to {len(plain)} bytes where {size} belong")
+    return np.frombuffer(plain, dtype=np.uint8)
+
+
+def join_frames(
+    arrays: Sequence[Bytes], pack: Callable[[Bytes], bytes | None] | None = None, *, before: bytes = b""
+) -> bytes:
+    """One payload of ``arrays``, contiguous uint8. The same arrays give the same bytes.
+
+    ``pack``: an array as a zstd frame, or ``None`` to store it; by default where it shrinks at all. ``before``: what
+    the payload begins with.
+    """
     heads: list[bytes] = []
     bodies: list[bytes | memoryview] = []
     for array in arrays:
-        packed = _contexts.compressor.compress(array.data)
-        pays = len(packed) < _WORTH * array.size
-        heads.append(_FRAME.pack(_ZSTD if pays else _STORED, len(packed) if pays else array.size))
-        bodies.append(packed if pays else array.data)
-    return b"".join([*heads, *bodies])
+        packed = (pack or _where_it_pays)(array)
+        heads.append(_FRAME.pack(*((_STORED, array.size) if packed is None else (_ZSTD, len(packed)))))
+        bodies.append(array.data if packed is None else packed)
+    return b"".join([before, *heads, *bodies])
+
+
+def _where_it_pays(array: Bytes) -> bytes | None:
+    packed = compressed(array)
+    return packed if len(packed) < _WORTH * array.size else None
 
 
 def split_frames(source: memoryview, sizes: Sequence[int]) -> list[Bytes]:
@@ -78,14 +110,4 @@ def _array(body: memoryview, flag: int, size: int, index: int) -> Bytes:
         return np.frombuffer(body, dtype=np.uint8)
     if flag != _ZSTD:
         raise ValueError(f"frame {index} has an unknown flag, {flag}")
-    try:
-        # The decompressor allocates what the frame claims: compare before it does.
-        claimed = zstandard.frame_content_size(body)
-        if claimed != size:
-            raise ValueError(f"frame {index} unpacks to {claimed} bytes where {size} belong")
-        plain = _contexts.decompressor.decompress(body, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"frame {index} does not unpack: {error}") from None
-    if len(plain) != size:
-        raise ValueError(f"frame {index} unpacked to {len(plain)} bytes where {size} belong")
-    return np.frombuffer(plain, dtype=np.uint8)
+    return decompressed(body, size, f"frame {index}")

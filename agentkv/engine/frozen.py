@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from agentkv.codecs import CODECS, Codec, KVBlock
+from agentkv.codecs.spared import LOSSLESS_TAIL, SINKS
 from agentkv.errors import InvalidRequest
 from agentkv.kv.contract import Layout, SequenceKV
 from agentkv.kv.staging import pinned_like, to_device
@@ -31,10 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FEWEST_TOKENS", "STORE_THREADS", "EncodedState", "FrozenState"]
 
-_SINKS = 16
-_BEHIND = 128
-"""Tokens at the end that are never sealed."""
-FEWEST_TOKENS = MAX_CHUNK_TOKENS + _BEHIND
+FEWEST_TOKENS = MAX_CHUNK_TOKENS + LOSSLESS_TAIL
 """A shorter state has no lossy chunk."""
 STORE_THREADS = 2
 
@@ -95,12 +93,12 @@ class FrozenState:
             raise InvalidRequest(
                 f"{length:,} tokens hold no lossy chunk; the fewest that do are {FEWEST_TOKENS:,}", param="tokens"
             )
-        sealed = (length - _BEHIND) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
-        self._spans = [Span(max(_SINKS, start), stop) for start, stop in Span(0, sealed).split(MAX_CHUNK_TOKENS)]
+        sealed = (length - LOSSLESS_TAIL) // MAX_CHUNK_TOKENS * MAX_CHUNK_TOKENS
+        self._spans = [Span(max(SINKS, start), stop) for start, stop in Span(0, sealed).split(MAX_CHUNK_TOKENS)]
         tail = list(Span(sealed, length).split(MAX_CHUNK_TOKENS))
         full = [(part.group, part.block.of(geometry, part.group, 0)) for part in kv.capture(Span(0, length))]
         self._lossy = [_Piece(g, span, block.cut(*span)) for span in self._spans for g, block in full]
-        self._exact = [_Piece(g, span, block.cut(*span)) for span in [Span(0, _SINKS), *tail] for g, block in full]
+        self._exact = [_Piece(g, span, block.cut(*span)) for span in [Span(0, SINKS), *tail] for g, block in full]
         self._exact += [
             _Piece(part.group, part.span, part.block.of(geometry, part.group, part.span.start))
             for part in kv.window_snapshot()

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, DynamicCache
 
-__all__ = ["kv_sensitivity"]
+from agentkv.codecs.spared import LOSSLESS_TAIL, SINKS
 
-_SINKS, _BEHIND = 16, 128
-"""Tokens at either end of the prefix that no lossy codec sees."""
+__all__ = ["kv_sensitivity"]
 
 _PIECE = 512
 
@@ -45,7 +44,7 @@ def kv_sensitivity(
     draw = torch.Generator(device=device).manual_seed(seed)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for ids in texts:
-        if len(ids) - scored <= _SINKS + _BEHIND:
+        if len(ids) - scored <= SINKS + LOSSLESS_TAIL:
             raise ValueError(f"a text of {len(ids)} tokens has no prefix worth a codec before {scored} scored ones")
         for layer, sides in _gradients(model, ids, scored, draw).items():
             keys, values = (side.double().square().sum(1).mean(1).cpu() / scored / len(texts) for side in sides)
@@ -74,5 +73,5 @@ def _gradients(
     logits = model(input_ids=row[:, prefix:], use_cache=True, **{name: cache}).logits[0].float()
     drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=draw)[:, 0]
     cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
-    seen = slice(_SINKS, prefix - _BEHIND)
+    seen = slice(SINKS, prefix - LOSSLESS_TAIL)
     return {index: (keys.grad[0, :, seen], values.grad[0, :, seen]) for index, (keys, values) in stored.items()}

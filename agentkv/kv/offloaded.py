@@ -8,49 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from agentkv.codecs import KVBlock
 from agentkv.errors import InvalidRequest
-from agentkv.kv.attention import Reach, attend
+from agentkv.kv.attention import attend
 from agentkv.kv.contract import LAYOUTS, AttentionTraits, CapturedPart, Layout, SequenceKV, Slot, Undo
 from agentkv.kv.dynamic import DynamicLayout
 from agentkv.kv.offloaded_staging import Prefetcher
 from agentkv.kv.paged import PagedLayout
+from agentkv.kv.shares import Gathers, Share
 from agentkv.kv.stepping import joined
 from agentkv.types import KVGeometry, Placement, Span
 
 __all__ = ["OffloadedKV", "OffloadedLayout", "OffloadedPagedLayout"]
 
 HOST = torch.device("cpu")
-
-
-class _GroupShare(Protocol):
-    @property
-    def reach(self) -> Reach: ...
-
-
-class _Share(Protocol):
-    """One slot's part of the inner layout's plan."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def groups(self) -> Sequence[_GroupShare]: ...
-
-
-class _Gathers(Protocol):
-    """What a layout needs to be offloaded: its plan is a list of shares, whose older tokens it copies out.
-
-    Called from the fetching thread, while the model thread writes new tokens of the layer before.
-    """
-
-    def gather(self, layer: int, slot: _Share, keys: Tensor, values: Tensor) -> None: ...
 
 
 Staged = list[tuple[Tensor, Tensor]]
@@ -61,7 +37,7 @@ Staged = list[tuple[Tensor, Tensor]]
 class OffloadedPlan:
     """``inner``: the inner layout's plan. ``staged``: the layer that was written and is to be attended."""
 
-    inner: list[_Share]
+    inner: list[Share]
     staged: dict[int, Staged] = field(default_factory=dict)
 
 
@@ -82,7 +58,7 @@ class OffloadedLayout(Layout[OffloadedPlan]):
         if not hasattr(self.inner, "gather"):
             raise InvalidRequest(f"layout {self.inner.name!r} cannot be offloaded: it has no gather()", param="layout")
         self.reserves = self.inner.reserves
-        self._gathers = cast(_Gathers, self.inner)
+        self._gathers = cast(Gathers, self.inner)
         self._groups = {layer: i for i, group in enumerate(geometry.groups) for layer in group.layers}
         self._layers = sorted(self._groups)
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
@@ -132,12 +108,12 @@ class OffloadedLayout(Layout[OffloadedPlan]):
         self._prefetcher.start(self._layers, most, lambda layer, flat: self._fill(layer, flat, plan.inner))
         return plan
 
-    def _numbers(self, index: int, shares: Sequence[_Share]) -> int:
+    def _numbers(self, index: int, shares: Sequence[Share]) -> int:
         group = self.geometry.groups[index]
         tokens = sum(share.groups[index].reach.past + share.tokens for share in shares)
         return group.values_per_token // len(group.layers) * tokens
 
-    def _cut(self, layer: int, flat: Tensor, shares: Sequence[_Share]) -> Staged:
+    def _cut(self, layer: int, flat: Tensor, shares: Sequence[Share]) -> Staged:
         """The layer's part of a staging buffer, slot by slot."""
         index = self._groups[layer]
         group, at, staged = self.geometry.groups[index], 0, []
@@ -151,7 +127,7 @@ class OffloadedLayout(Layout[OffloadedPlan]):
             staged.append((pair[0], pair[1]))
         return staged
 
-    def _fill(self, layer: int, flat: Tensor, shares: Sequence[_Share]) -> int:
+    def _fill(self, layer: int, flat: Tensor, shares: Sequence[Share]) -> int:
         """On the fetching thread: the older tokens of all slots."""
         index = self._groups[layer]
         for share, (keys, values) in zip(shares, self._cut(layer, flat, shares), strict=True):

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from agentkv.kv.attention import Reach
 from agentkv.kv.contract import AttentionTraits, Layout, Slot
 from agentkv.kv.quantized_attention import Partial
 from agentkv.kv.quantized_grids import Format
 from agentkv.kv.quantized_segments import Segment
+from agentkv.kv.shares import Gathers, Share
 from agentkv.kv.stepping import joined
 from agentkv.rope import Rotation, angles, turn
 from agentkv.types import KVGeometry
@@ -57,28 +57,6 @@ def chunks(pieces: Sequence[Piece], tokens: int) -> Iterator[list[Piece]]:
         yield list(chunk)
 
 
-class _GroupShare(Protocol):
-    @property
-    def reach(self) -> Reach: ...
-
-
-class _Share(Protocol):
-    """One slot's part of the inner layout's plan."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def groups(self) -> Sequence[_GroupShare]: ...
-
-
-class _Gathers(Protocol):
-    """What a layout needs to be quantised: its plan is a list of shares, whose older tokens it copies out."""
-
-    def gather(self, layer: int, slot: _Share, keys: Tensor, values: Tensor) -> None: ...
-
-
 @dataclass(slots=True)
 class QuantizedPlan:
     """``inner``: the inner layout's plan. ``older``: what of each slot is expanded, a scratch after the other.
@@ -86,7 +64,7 @@ class QuantizedPlan:
     ``new``: keys and values of layers that were written and are to be attended.
     """
 
-    inner: list[_Share]
+    inner: list[Share]
     older: list[list[list[Piece]]]
     new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -142,7 +120,7 @@ class QuantizedStepping(Layout[QuantizedPlan]):
             outputs.append(part.result())
         return joined(outputs, queries.shape[1])
 
-    def _recent(self, layer: int, share: _Share, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _recent(self, layer: int, share: Share, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What the slot holds exactly, and its new tokens: ``[Hkv, past + T, D]``."""
         group = self._where[layer][0]
         past = share.groups[group].reach.past
@@ -152,7 +130,7 @@ class QuantizedStepping(Layout[QuantizedPlan]):
             out[:, past:] = new.narrow(1, share.start, share.tokens)
             found.append(out)
         if past:
-            cast(_Gathers, self.inner).gather(layer, share, found[0][:, :past], found[1][:, :past])
+            cast(Gathers, self.inner).gather(layer, share, found[0][:, :past], found[1][:, :past])
         return found[0], found[1]
 
     # -- expanding ----------------------------------------------------------------------------------------------------

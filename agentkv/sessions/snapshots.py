@@ -28,17 +28,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentkv.codecs import Codec
+from agentkv.codecs.spared import LOSSLESS_TAIL, SINKS
 from agentkv.kv.contract import CapturedPart, SequenceKV
 from agentkv.sessions.db.records import Manifest, ResumePoint, SegmentRecord
 from agentkv.storage.chunkfile import MAX_CHUNK_TOKENS, Part
 from agentkv.types import Placement, Span, union, without
 
-__all__ = ["LOSSLESS_TAIL", "SINKS", "Snapshot", "take_snapshot"]
-
-LOSSLESS_TAIL = 128
-"""The last so many tokens are never stored with loss: they weigh most on what comes next."""
-SINKS = 16
-"""Nor are the first: every query attends to them (StreamingLLM, arXiv 2309.17453)."""
+__all__ = ["Snapshot", "take_snapshot"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

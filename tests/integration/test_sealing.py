@@ -12,8 +12,8 @@ from homes import check_home, check_session, model_folder, opened, prompt, said,
 
 from agentkv import AgentKV
 from agentkv.codecs import CODECS
+from agentkv.codecs.spared import LOSSLESS_TAIL, SINKS
 from agentkv.sessions.session import Session
-from agentkv.sessions.snapshots import LOSSLESS_TAIL, SINKS
 from agentkv.storage.chunkfile import ChunkHeader, read_header
 from agentkv.types import Span
 
