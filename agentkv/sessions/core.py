@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,12 +16,14 @@ from agentkv.errors import Closed, SessionBusy
 from agentkv.kv.contract import CapturedPart, SequenceKV
 from agentkv.policies.retention import ItemView, RetentionPolicy, parse_policy
 from agentkv.schemas.messages import Message, ToolCall
-from agentkv.sessions.db.records import ItemRecord, Manifest, SessionRecord
+from agentkv.sessions.db.records import Cut, ItemRecord, Manifest, SessionRecord
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.stats import Counts, Held
 from agentkv.types import SessionState
 
 __all__ = ["SessionCore"]
+
+_CONVERSATION = ("record", "ledger", "items", "views", "last_item", "last_calls", "last_finish")
 
 
 @dataclass(slots=True, eq=False)
@@ -155,6 +157,35 @@ class SessionCore:
             self.ledger = ledger
         return self.ledger
 
+    def forget_ledger(self) -> None:
+        """It is to be read again: it is not what it was."""
+        self.ledger = self.last_item = self.last_finish = None
+        self.items, self.views, self.last_calls = 0, [], ()
+
+    def shorten(self, cut: Cut, items: Sequence[ItemRecord], finish: str | None) -> Callable[[], None]:
+        """Be, in this process, the session that ends at ``cut``, with ``items``, and whose last turn ended by
+        ``finish``. Returns what undoes that. Call with the ledger loaded."""
+        assert self.ledger is not None
+        before = {name: getattr(self, name) for name in _CONVERSATION}
+
+        def put_back() -> None:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+        ledger = self.ledger[: cut.position]
+        self.forget_ledger()
+        self.note_items(items)
+        self.ledger, self.last_finish = ledger, finish
+        self.record = replace(
+            self.record,
+            ledger_length=cut.position,
+            kv_length=cut.kv_length,
+            placement=cut.placement,
+            policy_since=min(self.record.policy_since, cut.kv_length),
+            turns=cut.turns,
+        )
+        return put_back
+
     def note_items(self, items: Sequence[ItemRecord]) -> None:
         """Keep what the next turn's rendering needs of newly committed items."""
         for item in items:
@@ -199,6 +230,6 @@ class SessionCore:
         """The session's frozen template. Blocking the first time."""
         if self.template is None:
             r = self.record
-            now = datetime.fromtimestamp(r.created_at, UTC)
+            now = datetime.fromtimestamp(r.created_at if r.clock is None else r.clock, UTC)
             self.template = ChatTemplate(tokenizer, r.template_args, r.tools, r.system, now=now)
         return self.template

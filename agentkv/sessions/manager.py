@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from agentkv.engine.engine import Engine
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.templates import ChatTemplate
 from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound, Unsupported
+from agentkv.logs import Log, fault
 from agentkv.policies.retention import RetentionPolicy, check_fits, parse_policy, policy_text
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Event
+from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, SessionRecord, TurnRecord
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.hints import Hints
+from agentkv.sessions.moving import Moving
 from agentkv.sessions.session import Session
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
@@ -30,7 +34,7 @@ from agentkv.types import Placement, RestoreReport, SessionState, Span, Tier
 
 __all__ = ["Sessions"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 T = TypeVar("T")
 _TENANT = "default"
@@ -180,6 +184,40 @@ class Sessions:
             raise SessionNotFound(session_id)
         return Session(core, self)
 
+    async def import_(self, path: str | os.PathLike[str], *, keep_id: bool = False) -> Session:
+        """The session that was exported to ``path``, as a new one; ``Session.imported`` says how much KV came along.
+
+        With the KV fingerprint that it was exported under (same weights, same dtype) it goes on as it would have there;
+        under another its ledger is computed again by the next turn. All of the file is read before anything is written,
+        and nothing in it is executed or used as a path. ``keep_id``: under its own ids, where none of them is here.
+        Raises ``ImportRefused`` for a file that was cut, altered or is no export, ``InvalidRequest`` where this runtime
+        cannot go on with the session (another tokenizer, a policy or codec that is not here), ``StorageFull`` where its
+        KV does not fit; nothing is left behind then, nor where it is cancelled.
+        """
+        self._check_open()
+        core, report = await self.moving.import_(path, keep_id=keep_id)
+        self.tiers.observer.created(core)
+        return Session(core, self, imported=report)
+
+    @cached_property
+    def moving(self) -> Moving:
+        """Export and import."""
+        return Moving(self, self._model, self._settings.home)
+
+    def adopt(self, core: SessionCore) -> None:
+        """A session that is stored already is known from now on."""
+        self._cores[core.id] = core
+
+    def check_core(self, core: SessionCore) -> None:
+        """Raise ``InvalidRequest`` where this runtime cannot go on with a session that was made elsewhere. Blocking."""
+        record = core.record
+        self._check_ledger(record)
+        policy = parse_policy(record.policy)
+        self._check_movable(policy)
+        check_fits(policy, Span(0, record.pinned), self._model.context_limit)
+        self.tiers.writer.codec(record.idle_codec)
+        self._head(core)
+
     def _check_ledger(self, record: SessionRecord) -> None:
         ours = self._model.fingerprints.session
         if record.session_fingerprint.split(".")[0] != ours.split(".")[0]:
@@ -228,6 +266,33 @@ class Sessions:
         freed = await self.tiers.writer.try_collecting(core.id)
         self.tiers.observer.deleted(core, freed)
         return freed
+
+    async def fork(
+        self, core: SessionCore, item: str | int, *, agent_id: str | None, metadata: Mapping[str, Any] | None
+    ) -> Session:
+        """See ``Session.fork``."""
+        self._check_open()
+        core.check_open()
+        branching = self.tiers.branching
+        if core.turns:
+            # A turn is running on it: what was committed before is in SQL alone.
+            record = await self.repository.get_session(core.id, _TENANT)
+            source = SessionCore(record, SessionState.DISK)
+            fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata)
+            self._cores[fork.id] = fork
+        else:
+            async with core.gate:
+                core.check_open()
+                fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata)
+                self._cores[fork.id] = fork
+        self.tiers.observer.created(fork)
+        return Session(fork, self)
+
+    async def rewind(self, core: SessionCore, item: str | int, dry_run: bool) -> RewindReport:
+        """See ``Session.rewind``."""
+        self._check_open()
+        async with core.turn(None):
+            return await self.tiers.branching.rewind(core, item, dry_run=dry_run)
 
     async def resume(self, core: SessionCore) -> RestoreReport:
         """See ``Session.resume``."""
@@ -296,7 +361,7 @@ class Sessions:
                         await self.tiers.behind.flush(core)
                 except AgentKVError as error:
                     # Its KV will be recomputed; the other sessions' is still to be stored.
-                    logger.error("session %s: KV was not written to disk: %s", core.id, error)
+                    log.error("kv_not_written", session=core.id, **fault(error))
                 finally:
                     if core.kv is not None:
                         core.kv.close()

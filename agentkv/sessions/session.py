@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from operator import index
@@ -13,13 +14,14 @@ from agentkv.policies.retention import RetentionPolicy
 from agentkv.schemas.messages import MessageInput, normalise
 from agentkv.schemas.replies import Done, Event, Item, Reply, SessionInfo
 from agentkv.schemas.sampling import SamplingParams
+from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.hints import HintOutcome
 from agentkv.sessions.reporting import session_usage
 from agentkv.sessions.spans import gaps, held_spans, item_states
 from agentkv.sessions.stats import SessionUsage
 from agentkv.sessions.turn import Appended, TurnInput, public_item
-from agentkv.types import RestoreReport, SessionState, Span, SuspendReport, Tier
+from agentkv.types import ExportReport, ImportReport, RestoreReport, SessionState, Span, SuspendReport, Tier
 
 if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions
@@ -38,9 +40,11 @@ class Session:
     ``Settings.busy_wait_seconds``. Cancelling a turn's task, or leaving its stream early, rolls the turn back.
     """
 
-    def __init__(self, core: SessionCore, sessions: Sessions) -> None:
+    def __init__(self, core: SessionCore, sessions: Sessions, *, imported: ImportReport | None = None) -> None:
         self._core = core
         self._sessions = sessions
+        self.imported = imported
+        """How the import went that this handle is from; ``None`` for all others."""
 
     def __repr__(self) -> str:
         r = self._core.record
@@ -102,6 +106,41 @@ class Session:
     async def generate_tokens(self, ids: Sequence[int] = (), *, wait: bool = False, **sampling: Any) -> Reply:
         """Add raw token ids, perhaps none, and generate; the reply has ``ids`` and no text."""
         request = TurnInput("send", ids=_ints(ids), sampling=SamplingParams.build(**sampling))
+        return await _last(self._run(request, wait))
+
+    # -- branches -----------------------------------------------------------------------------------------------------
+
+    async def fork(
+        self, at_item: str | None = None, *, agent_id: str | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> Session:
+        """A new session that begins with this one's items up to and with ``at_item``, by default with all of them.
+
+        No KV is copied: both use the same chunks, and on the device the same bytes until one of them writes. During a
+        turn it begins with what was committed before. ``agent_id`` and ``metadata`` are this one's unless given.
+        ``InvalidRequest`` for an item that is not this session's.
+        """
+        forking = self._sessions.fork(
+            self._core, 0 if at_item is None else at_item, agent_id=agent_id, metadata=metadata
+        )
+        return await asyncio.shield(self._sessions.tracked(forking))
+
+    async def rewind(
+        self, to_item: str | None = None, *, turns: int | None = None, dry_run: bool = False
+    ) -> RewindReport:
+        """Go back to the end of ``to_item``, or by so many ``turns``: what came later is gone for good.
+
+        Keep it by a ``fork`` first. The report says what the next turn has to compute, and how long that takes: nothing
+        where the KV at that place is there, more where a sliding window or a policy has gone on. ``dry_run``: report
+        only. ``SessionBusy`` during a turn.
+        """
+        if (to_item is None) == (turns is None):
+            raise InvalidRequest("rewind to an item, or by a number of turns: name one of the two", param="to_item")
+        rewinding = self._sessions.rewind(self._core, turns if to_item is None else to_item, dry_run)  # type: ignore[arg-type]
+        return await asyncio.shield(self._sessions.tracked(rewinding))
+
+    async def regenerate(self, *, wait: bool = False, **sampling: Any) -> Reply:
+        """Make the last answer again, in its place. Until the new one is committed the old one is there."""
+        request = TurnInput("continue", sampling=SamplingParams.build(**sampling), again=True)
         return await _last(self._run(request, wait))
 
     def _checked(self, messages: MessageInput) -> list[Any]:
@@ -194,6 +233,19 @@ class Session:
         Tokens whose stored KV is unusable are computed by the next turn; ``reason`` says so.
         """
         return await asyncio.shield(self._sessions.tracked(self._sessions.resume(self._core)))
+
+    async def export(
+        self, path: str | os.PathLike[str], *, replace: bool = False, allow_plain: bool = False
+    ) -> ExportReport:
+        """Write the conversation with its stored KV into one file, which ``kv.sessions.import_`` reads elsewhere.
+
+        As it is after the turn under way, which is waited for; a turn that begins meanwhile is not in it. The file is
+        its owner's alone, and is all there or not at all. ``replace``: whether a file at ``path`` may give way.
+        ``allow_plain``: where the home encrypts stored KV, write it all the same: the file is not encrypted. Raises
+        ``InvalidRequest``, ``StorageFull`` and ``StorageError``.
+        """
+        self._core.check_open()
+        return await self._sessions.moving.export(self._core, path, replace=replace, allow_plain=allow_plain)
 
     # -- hints --------------------------------------------------------------------------------------------------------
 

@@ -11,17 +11,19 @@ gate, works to the side and swaps at its end; where it fails, the session is wha
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-from agentkv.errors import AgentKVError, ChunkFault, StorageError, StorageFull
+from agentkv.errors import ChunkFault, StorageError, StorageFull
 from agentkv.kv.contract import Layout, SequenceKV
+from agentkv.logs import Log, fault
 from agentkv.policies.residency import ResidencyPolicy
 from agentkv.sessions.attaching import Attaching
+from agentkv.sessions.branching import Branching
+from agentkv.sessions.choosing import Choice, Choosing, interchangeable
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import Manifest
 from agentkv.sessions.db.repository import Repository
@@ -37,7 +39,9 @@ from agentkv.types import RestoreReport, SessionState, SuspendReport, Tier
 
 __all__ = ["Tiers"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
+
+_Compute = Callable[[SequenceKV], Awaitable[None]]
 
 
 class Tiers:
@@ -59,11 +63,13 @@ class Tiers:
         context: int,
         device_budget: int,
         residency: ResidencyPolicy,
+        measured: bool,
         most_waiting: int,
         wait_seconds: float,
         idle_seconds: float,
         disk_seconds: float,
     ) -> None:
+        """``measured``: stored KV may be computed instead, where that was measured to be faster."""
         self.repository = repository
         self.blobs = blobs
         self.host = host
@@ -85,9 +91,12 @@ class Tiers:
             most_waiting=most_waiting,
             wait_seconds=wait_seconds,
         )
+        self._choosing = Choosing(self.residency.rates)
+        self._measured = measured
         self._idle_seconds = idle_seconds
         self._disk_seconds = disk_seconds
         self.observer = Observer()
+        self.branching = Branching(self)
         self.behind = WriteBehind(repository, writer, executor, self.observer)
 
     @property
@@ -112,11 +121,12 @@ class Tiers:
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
-    async def make_live(self, core: SessionCore, room: int = 0) -> RestoreReport:
+    async def make_live(self, core: SessionCore, room: int = 0, compute: _Compute | None = None) -> RestoreReport:
         """The session's KV on the device, from wherever it is. Call with the gate held and memory reserved.
 
         Never fails over stored KV: what cannot be used is left out, and the report says why; the caller computes the
-        rest of the ledger.
+        rest of the ledger. ``compute`` fills an empty state with all that the last commit held, or closes it and
+        raises: where that is as good as what is stored and was measured to be faster, it is called instead.
         """
         if core.kv is not None:
             missing = max(0, core.record.kv_length - core.kv.length)
@@ -131,25 +141,16 @@ class Tiers:
         started = time.perf_counter()
         before, core.state = core.state, SessionState.RESTORING
         try:
-            report = await self._restore(core, expected, room)
+            report = await self._restore(core, expected, room, compute)
         except BaseException:
             core.state = before
             raise
         core.state = SessionState.LIVE
-        self._release_host(core)
+        self.release_host(core)
         core.unsaved, core.short = None, report.reason
         report = replace(report, seconds=time.perf_counter() - started)
-        self.residency.rates.restored(report.source, report.tokens, report.seconds)
+        self._choosing.restored(report)
         self.observer.restored(core, report, self.residency.rates.estimate(report.source, report.tokens).recompute)
-        if report.reason is not None:
-            logger.warning(
-                "session %s: %d of %d tokens restored, %d to recompute: %s",
-                core.id,
-                report.tokens,
-                expected,
-                report.recomputed_tokens,
-                report.reason,
-            )
         return report
 
     def open(self, core: SessionCore, room: int = 0) -> SequenceKV:
@@ -157,7 +158,7 @@ class Tiers:
         limit = core.limit(self._context)
         return self.layout.open(min(room, limit), limit)
 
-    async def _restore(self, core: SessionCore, expected: int, room: int) -> RestoreReport:
+    async def _restore(self, core: SessionCore, expected: int, room: int, compute: _Compute | None) -> RestoreReport:
         ledger = await core.load(self.repository)
         if core.record.kv_fingerprint != self._fingerprint:
             # Another model's KV: its bytes make room for this one's.
@@ -165,10 +166,13 @@ class Tiers:
             core.record = await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
             core.kv = self.open(core)
             return RestoreReport("recompute", 0, 0.0, None, "fingerprint: stored by another model", expected)
-        manifest = await self.repository.manifest(core.id)
+        manifest = (await self.repository.manifest(core.id)).up_to(expected)
         core.stored, core.snapped, core.sealed = manifest.length, None, self.writer.sealed(manifest)
         if core.unsaved is not None:
             manifest = manifest.followed_by(core.unsaved)
+        choice = self._choice(core, manifest, compute is not None)
+        if compute is not None and choice.recompute:
+            return choice.told(await self._recomputed(core, expected + room, compute, choice.reason))
         fault_point("restore.before_read")
         limit = core.limit(self._context)
         room = min(room, limit)
@@ -191,9 +195,26 @@ class Tiers:
             reason = f"unstored: {expected - tokens} tokens had not reached the disk"
         core.kv = kv
         if tokens == 0:
-            return RestoreReport("recompute", 0, 0.0, None, reason or "missing: nothing was stored", expected)
-        codec = "+".join(restored.codecs)
-        return RestoreReport(restored.source, kv.tokens, 0.0, codec, reason, max(0, expected - tokens))
+            reason = reason or "missing: nothing was stored"
+            return choice.told(RestoreReport("recompute", 0, reason=reason, recomputed_tokens=expected))
+        codec, rest = "+".join(restored.codecs), max(0, expected - tokens)
+        return choice.told(RestoreReport(restored.source, kv.tokens, 0.0, codec, reason, rest))
+
+    def _choice(self, core: SessionCore, manifest: Manifest, may_compute: bool) -> Choice:
+        """Restore what is stored, or compute it."""
+        near = bool(manifest.segments) and all(segment.chunk_id in self.host for segment in manifest.segments)
+        source, tokens = "host" if near else "disk", manifest.length
+        codec = self.writer.codec(core.record.idle_codec)
+        if self._measured and may_compute and tokens and interchangeable(core, codec, self.layout.geometry):
+            return self._choosing.choose(source, tokens)
+        return self._choosing.restore(source, tokens)
+
+    async def _recomputed(self, core: SessionCore, room: int, compute: _Compute, reason: str) -> RestoreReport:
+        """All that the last commit held, computed. What is stored stays: the next turn's KV is stored behind it."""
+        kv = self.open(core, room)
+        await compute(kv)
+        core.kv = kv
+        return RestoreReport("recompute", 0, reason=reason, recomputed_tokens=kv.length)
 
     async def forget(self, core: SessionCore) -> None:
         """Give up the session's KV, live and stored: it is going to be another. Call with the gate held."""
@@ -236,7 +257,7 @@ class Tiers:
             if core.kv is not None:
                 await self.demote(core, tier)
             elif tier is Tier.DISK and core.state is SessionState.HOST and core.unsaved is None:
-                self._release_host(core)
+                self.release_host(core)
                 core.state = SessionState.DISK
             nbytes = await self.stored_bytes(await self.repository.manifest(core.id))
             nbytes += sum(core.held.values()) if core.unsaved else 0
@@ -259,7 +280,7 @@ class Tiers:
         finally:
             if core.kv is not None:
                 core.state = SessionState.LIVE
-                self._release_host(core)
+                self.release_host(core)
 
     async def _demote(self, core: SessionCore, tier: Tier) -> None:
         fault_point("suspend.begin")
@@ -306,7 +327,7 @@ class Tiers:
             if not others:
                 return False
             oldest = min(others, key=lambda c: c.last_used)
-            self._release_host(oldest)
+            self.release_host(oldest)
             oldest.state = SessionState.DISK
         return True
 
@@ -320,15 +341,16 @@ class Tiers:
             try:
                 buffer = await loop.run_in_executor(self._executor, self.blobs.get, segment.chunk_id)
             except (ChunkFault, StorageError):
-                self._release_host(core)
+                self.release_host(core)
                 return False
             if not self.host.put(segment.chunk_id, buffer):
-                self._release_host(core)
+                self.release_host(core)
                 return False
             core.held[segment.chunk_id] = len(buffer)
         return True
 
-    def _release_host(self, core: SessionCore) -> None:
+    def release_host(self, core: SessionCore) -> None:
+        """None of its chunks is in host memory any more, for this session's sake."""
         for name in core.held:
             self.host.release(name)
         core.held = {}
@@ -352,7 +374,7 @@ class Tiers:
         if core.kv is not None:
             core.kv.close()
         core.kv, core.reserved, core.ledger = None, 0, None
-        self._release_host(core)
+        self.release_host(core)
         self.residency.admission.freed()
 
     # -- idle sessions ------------------------------------------------------------------------------------------------
@@ -374,5 +396,4 @@ class Tiers:
                         await self.suspend(core, Tier.DISK)
                 except Exception as error:  # one session's trouble must not end the watch over the others
                     core.last_used = now  # try again after another idle period, not at once
-                    known = isinstance(error, AgentKVError)
-                    logger.error("session %s could not be demoted: %s", core.id, error, exc_info=not known)
+                    log.error("not_demoted", session=core.id, **fault(error))

@@ -11,6 +11,7 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.attaching import Lead
 from agentkv.sessions.core import SessionCore
-from agentkv.sessions.db.records import ItemRecord, TurnRecord
+from agentkv.sessions.db.records import Cut, ItemRecord, TurnRecord
 from agentkv.sessions.leading import lead
 from agentkv.sessions.recompute import recompute_retained, replay_is_cheap
 from agentkv.sessions.tiers import Tiers
@@ -50,6 +51,8 @@ class TurnInput:
     ids: tuple[int, ...] | None = None
     sampling: SamplingParams | None = None
     """``None``: commit the input, generate nothing."""
+    again: bool = False
+    """The answer takes the place of the session's last one."""
 
     @property
     def raw(self) -> bool:
@@ -89,6 +92,7 @@ class Turn:
         self._started = time.perf_counter()
         self._first_token: float | None = None
         self._seed: int | None = None
+        self._cut: Cut | None = None
         self.events: asyncio.Queue[Event | Appended | BaseException] = asyncio.Queue()
         self.committed = False
 
@@ -113,10 +117,12 @@ class Turn:
 
     async def _committed_turn(self) -> Done | Appended:
         core = self._core
-        ledger = await core.load(self._tiers.repository)
-        rendered = await asyncio.to_thread(self._render)
-        async with self._tiers.attaching.attached(core, ledger) as leading:
-            return await self._attached_turn(ledger, rendered, leading)
+        await core.load(self._tiers.repository)
+        async with self._tiers.branching.without_answer(core) if self._request.again else nullcontext() as self._cut:
+            ledger = await core.load(self._tiers.repository)
+            rendered = await asyncio.to_thread(self._render)
+            async with self._tiers.attaching.attached(core, ledger) as leading:
+                return await self._attached_turn(ledger, rendered, leading)
 
     async def _attached_turn(self, ledger: array[int], rendered: _Rendered, leading: Lead | None) -> Done | Appended:
         core, request = self._core, self._request
@@ -155,10 +161,12 @@ class Turn:
         Where its policy evicts and much is lost, it is rebuilt here.
         """
         core, tiers = self._core, self._tiers
-        restore = await tiers.make_live(core, room)
+        restore = await tiers.make_live(core, room, lambda kv: self._fill(kv, ledger))
         assert core.kv is not None
         held, window = core.record.held, core.policy.window
         cached = sum(len(old.intersect(have)) for old in held.kept for have in core.kv.placement.kept)
+        if restore.source == "recompute":
+            cached = 0  # all of it was computed just now, or is not there
         if not restore.recomputed_tokens or not core.evicts:
             return restore, cached
         if core.record.placement is None or replay_is_cheap(core, core.kv.length, restore.reason):
@@ -175,8 +183,14 @@ class Turn:
         """The session's KV is what ``kv`` becomes, or on disk where this fails."""
         core = self._core
         core.kv, core.state = None, SessionState.DISK
-        core.early.update(await recompute_retained(kv, ledger, core.record.held, core.record.pinned, self._model))
+        await self._fill(kv, ledger)
         core.kv, core.state = kv, SessionState.LIVE
+
+    async def _fill(self, kv: SequenceKV, ledger: array[int]) -> None:
+        """Compute into ``kv`` what the last commit held. Closes it where that fails or is cancelled."""
+        core, rates = self._core, self._tiers.residency.rates
+        held, pinned = core.record.held, core.record.pinned
+        core.early.update(await recompute_retained(kv, ledger, held, pinned, self._model, rates))
 
     def _retention(self, rendered: _Rendered) -> Retention | None:
         """The session's policy, looking at its items and this turn's."""
@@ -326,11 +340,21 @@ class Turn:
         placement = None if core.kv.placement.trivial else core.kv.placement
         write = asyncio.ensure_future(
             self._tiers.repository.commit_turn(
-                core.id, turn, items, ids, expect_length=start, kv_length=kv_length, state="live", placement=placement
+                core.id,
+                turn,
+                items,
+                ids,
+                expect_length=start,
+                kv_length=kv_length,
+                state="live",
+                placement=placement,
+                instead_of=self._cut,
             )
         )
         cancelled = await finished(write)
         self.committed = True
+        if self._cut is not None:
+            self._tiers.branching.shorten_stored(core, self._cut)
         core.kv.settle()
         core.ledger.extend(ids)
         core.note_items(items)

@@ -30,6 +30,8 @@ __all__ = [
     "count_sessions",
     "create_session",
     "get_session",
+    "insert_session",
+    "item_values",
     "items",
     "last_turn",
     "ledger_span",
@@ -37,6 +39,7 @@ __all__ = [
     "pack_ids",
     "reset_states",
     "session_row",
+    "turn_values",
     "turns",
     "update_session",
 ]
@@ -86,12 +89,18 @@ def create_session(
             param="record",
         )
     _check_lengths(record.id, kv_length=record.kv_length, pinned=record.pinned, ledger_length=length)
+    insert_session(db, record)
+    _append(db, record.id, Span(0, length), items, ids, turn)
+
+
+def insert_session(db: Session, record: SessionRecord) -> SessionRow:
+    """The row alone. ``InvalidRequest`` where the id is taken."""
     _check_state(record.state)
     try:
         db.execute(insert(SessionRow).values(**_session_values(record)))
     except IntegrityError as error:
         raise InvalidRequest(f"session {record.id} exists already", param="id") from error
-    _append(db, record.id, Span(0, length), items, ids, turn)
+    return session_row(db, record.id)
 
 
 def get_session(db: Session, session_id: str, tenant: str) -> SessionRecord:
@@ -255,9 +264,9 @@ def _append(
         if ids:
             db.execute(insert(LedgerRow).values(session_id=session_id, start=span.start, stop=span.stop, ids=ids))
         if items:
-            db.execute(insert(ItemRow), [_item_values(session_id, item) for item in items])
+            db.execute(insert(ItemRow), [item_values(session_id, item) for item in items])
         if turn is not None:
-            db.execute(insert(TurnRow).values(session_id=session_id, **_turn_values(turn)))
+            db.execute(insert(TurnRow).values(session_id=session_id, **turn_values(turn)))
     except IntegrityError as error:
         raise LedgerConflict(
             f"session {session_id} already has an item, turn or ledger segment of this turn ({error.orig}); "
@@ -293,7 +302,8 @@ def _session_record(row: SessionRow) -> SessionRecord:
     return SessionRecord(**values, metadata=row.user_metadata)
 
 
-def _item_values(session_id: str, item: ItemRecord) -> dict[str, Any]:
+def item_values(session_id: str, item: ItemRecord) -> dict[str, Any]:
+    """An item's columns."""
     return {
         "session_id": session_id,
         "seq": item.seq,
@@ -308,7 +318,8 @@ def _item_values(session_id: str, item: ItemRecord) -> dict[str, Any]:
     }
 
 
-def _turn_values(turn: TurnRecord) -> dict[str, Any]:
+def turn_values(turn: TurnRecord) -> dict[str, Any]:
+    """A turn's columns, but for its session."""
     values = {name: getattr(turn, name) for name in turn.__dataclass_fields__ if name != "span"}
     return values | {"start": turn.span.start, "stop": turn.span.stop}
 

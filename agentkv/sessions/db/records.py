@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agentkv.errors import AgentKVError
@@ -12,6 +12,7 @@ __all__ = [
     "ChunkCondemned",
     "ChunkFacts",
     "ChunkRecord",
+    "Cut",
     "ItemKind",
     "ItemRecord",
     "LedgerConflict",
@@ -58,7 +59,8 @@ class SessionRecord:
     ``pinned``: tokens of the pinned prefix. ``kv_length``: tokens of KV that existed at the last commit (the last
     generated token has none yet); ``placement``: which of them are held, ``None`` for all. ``policy_since``:
     ``kv_length`` when the policy was set: all evictions from there on are its own. ``created_at``, ``updated_at``: unix
-    seconds.
+    seconds. ``parent_id``: the session that it was forked from, at its own ledger position ``forked_at``; it may be
+    deleted by now. ``clock``: the time that its template is told, ``None`` for ``created_at``.
     """
 
     id: str
@@ -82,6 +84,9 @@ class SessionRecord:
     state: StoredState = "new"
     placement: Placement | None = None
     policy_since: int = 0
+    parent_id: str | None = None
+    forked_at: int | None = None
+    clock: float | None = None
 
     @property
     def held(self) -> Placement:
@@ -117,6 +122,22 @@ class TurnRecord:
     seed: int | None
     restore: dict[str, Any] | None
     created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a conversation of ``length`` tokens is cut in two: behind its first ``items`` items, at ``position``.
+
+    ``turns``: those that begin before. ``kv_length`` and ``placement``: the KV that a session which ends here starts
+    from, as in ``SessionRecord``; the rest of its ledger has none.
+    """
+
+    length: int
+    position: int
+    items: int
+    turns: int
+    kv_length: int
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +202,14 @@ class Manifest:
         """Ledger tokens up to which everything that was to be stored is stored."""
         stored = self.segments[-1].span.stop if self.segments else 0
         return max(stored, self.resume_points[-1].position) if self.resume_points else stored
+
+    def up_to(self, position: int) -> Manifest:
+        """What of this manifest lies before ``position``."""
+        if self.length <= position:
+            return self
+        segments = (replace(s, span=s.span.intersect(Span(0, position))) for s in self.segments)
+        points = tuple(point for point in self.resume_points if point.position <= position)
+        return Manifest(tuple(s for s in segments if len(s.span)), points)
 
     def followed_by(self, more: Manifest) -> Manifest:
         """This manifest continued by ``more``, which begins where this one ends."""

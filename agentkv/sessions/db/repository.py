@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any, Self
 
 from sqlalchemy import text
+from sqlalchemy.orm import Session
 
-from agentkv.sessions.db import chunks, ledger, manifest
+from agentkv.sessions.db import branching, chunks, ledger, manifest, whole
 from agentkv.sessions.db.engine import async_url
 from agentkv.sessions.db.records import (
     ChunkFacts,
     ChunkRecord,
+    Cut,
     ItemRecord,
     Manifest,
     ResumePoint,
@@ -25,6 +27,7 @@ from agentkv.sessions.db.records import (
 )
 from agentkv.sessions.db.transactions import Patience, Transactions
 from agentkv.sessions.db.upgrade import revision, upgrade
+from agentkv.sessions.db.whole import WholeSession
 from agentkv.types import Placement, Span
 
 __all__ = ["Repository"]
@@ -94,6 +97,18 @@ class Repository:
         """Sessions of one tenant, or of all."""
         return await self._transactions.read(lambda db: ledger.count_sessions(db, tenant))
 
+    async def whole_session(self, session_id: str, tenant: str = "default") -> WholeSession:
+        """The session with everything that belongs to it, as of one moment."""
+        return await self._transactions.read(lambda db: whole.read_whole(db, session_id, tenant))
+
+    async def import_session(self, session: WholeSession, new_chunks: Sequence[ChunkRecord]) -> None:
+        """Store a session that was made elsewhere, all of it; ``new_chunks``: those that its manifest names.
+
+        Raises ``InvalidRequest`` where its id is taken, ``ManifestConflict`` and ``LedgerConflict`` where it
+        contradicts itself.
+        """
+        await self._transactions.write(lambda db: whole.insert_whole(db, session, new_chunks))
+
     async def update_session(self, session_id: str, tenant: str = "default", **fields: Any) -> SessionRecord:
         """Set fields that may change between turns, and return the new record.
 
@@ -123,16 +138,21 @@ class Repository:
         pinned: int | None = None,
         state: StoredState | None = None,
         placement: Placement | None = None,
+        instead_of: Cut | None = None,
     ) -> None:
         """Append a turn, whole or not at all: its ids, items, the turn itself and the session's counters.
 
         ``expect_length``: the ledger length this turn started from. Raises ``LedgerConflict`` if the ledger is
         elsewhere (two writers), ``InvalidRequest`` where spans contradict the ids. ``state`` changes in the same
-        transaction where given.
+        transaction where given. ``instead_of``: the turn takes the place of what lies behind that cut, where it
+        started; chunks that lose their last reference with it are left to the next sweep.
         """
         packed = ledger.pack_ids(ids)
-        await self._transactions.write(
-            lambda db: ledger.commit_turn(
+
+        def work(db: Session) -> None:
+            if instead_of is not None:
+                branching.rewind_session(db, session_id, None, instead_of)
+            ledger.commit_turn(
                 db,
                 session_id,
                 turn,
@@ -144,7 +164,22 @@ class Repository:
                 state=state,
                 placement=placement,
             )
-        )
+
+        await self._transactions.write(work)
+
+    async def fork_session(self, source_id: str, record: SessionRecord, cut: Cut, tenant: str = "default") -> None:
+        """Store a new session that begins as ``source_id`` up to ``cut``, with the same stored KV.
+
+        Raises ``LedgerConflict`` where the source is not as long as the cut says.
+        """
+        await self._transactions.write(lambda db: branching.fork_session(db, source_id, tenant, record, cut))
+
+    async def rewind_session(self, session_id: str, cut: Cut, tenant: str = "default") -> list[str]:
+        """End the session at ``cut``. Returns the chunks that lost their last reference.
+
+        Raises ``LedgerConflict`` where its ledger is not as long as the cut says.
+        """
+        return await self._transactions.write(lambda db: branching.rewind_session(db, session_id, tenant, cut))
 
     async def ledger(self, session_id: str) -> array[int]:
         """All token ids of a session, as an ``array('i')``."""
@@ -263,12 +298,13 @@ class Repository:
         """
         return await self._transactions.write(lambda db: manifest.prune_manifest(db, session_id, needed, point))
 
-    async def claim_garbage(self, limit: int = 100) -> list[str]:
-        """Up to ``limit`` chunks without references, now marked: their files may be deleted, nobody can attach.
+    async def claim_garbage(self, limit: int = 100, spared: frozenset[str] = frozenset()) -> list[str]:
+        """Up to ``limit`` chunks without references, now marked: their files may be deleted, nobody can attach. None of
+        ``spared``.
 
         Where they leave room, chunks claimed earlier and never forgotten (a crash, a failed deletion) follow.
         """
-        return await self._transactions.write(lambda db: chunks.claim_garbage(db, limit))
+        return await self._transactions.write(lambda db: chunks.claim_garbage(db, limit, spared))
 
     async def forget_chunks(self, ids: Iterable[str]) -> None:
         """Remove the rows of chunks whose files are gone, and leave tombstones.

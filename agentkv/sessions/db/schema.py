@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 VERSION_TABLE = "agentkv_schema"
-REVISIONS = ("0001", "0002")
+REVISIONS = ("0001", "0002", "0003")
 """Every revision this version of agentkv knows, oldest first."""
 
 _JSON = JSON(none_as_null=True)
@@ -59,6 +59,7 @@ class SessionRow(Base):
     __table_args__ = (
         Index(None, "tenant", "created_at", "id"),
         Index(None, "tenant", "agent_id", "created_at", "id"),
+        Index(None, "parent_id"),
     )
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -82,6 +83,9 @@ class SessionRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     placement: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
     policy_since: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    parent_id: Mapped[str | None] = mapped_column(String(64))
+    forked_at: Mapped[int | None] = mapped_column(BigInteger)
+    clock: Mapped[float | None] = mapped_column(Double)
 
 
 class LedgerRow(Base):
