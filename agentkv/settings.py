@@ -108,6 +108,9 @@ class Settings(BaseSettings):
     )
     max_tokens: int = Field(512, ge=1, description="Generation limit of a turn that names none.")
     busy_wait_seconds: float = Field(30.0, ge=0, description="Longest wait of a turn sent with `wait=True`.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="How the command line logs to standard error: a line of text or of JSON an event."
+    )
     hub_timeout_seconds: float = Field(5.0, gt=0, description="Network time-out for the first byte of a download.")
 
     @field_validator("home", mode="after")

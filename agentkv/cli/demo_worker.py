@@ -28,9 +28,12 @@ def _say(**facts: Any) -> None:
 
 
 async def _work(task: dict[str, Any]) -> None:
+    from agentkv.logs import configure_logging
     from agentkv.sessions.runtime import AgentKV
 
-    async with AgentKV.open(**task["settings"]) as kv:
+    kv = AgentKV.open(**task["settings"])
+    configure_logging(kv.settings.log_format)
+    async with kv:
         warm = await kv.sessions.create(system="Warm up.")
         await warm.send("Count to ten, please, and then to twenty.", max_tokens=4, ignore_eos=True)
         await warm.delete()

@@ -13,6 +13,7 @@ from agentkv import __version__
 from agentkv.bench.app import app as bench
 from agentkv.cli import advise, calibrate, chat, demo, doctor, models, sessions, store, top
 from agentkv.errors import AgentKVError
+from agentkv.logs import LogFormat, configure_logging
 
 __all__ = ["app"]
 
@@ -50,13 +51,17 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
-    debug: Annotated[bool, typer.Option("--debug", help="Log everything, and show tracebacks.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Log everything that agentkv does, and show tracebacks.")
+    ] = False,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
+    # In full as the command's settings say it; this much is known before they are read.
+    log_format: LogFormat = "json" if os.environ.get("AGENTKV_LOG_FORMAT") == "json" else "text"
+    configure_logging(log_format, logging.DEBUG if debug else logging.WARNING)
     if debug:
-        logging.basicConfig(level=logging.DEBUG)
         return
     # What transformers says while it loads is not about the user's command.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

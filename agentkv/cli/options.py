@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentkv.errors import InvalidRequest
+from agentkv.logs import configure_logging
 
 if TYPE_CHECKING:
     from agentkv.settings import Settings
@@ -31,16 +32,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 def settings_from(**given: Any) -> Settings:
     """Settings from what the command line gives; ``None`` leaves a field to environment, TOML and default.
 
-    Raises ``InvalidRequest`` in one line for a value that does not fit.
+    The log takes the form that they say. Raises ``InvalidRequest`` in one line for a value that does not fit.
     """
     from pydantic import ValidationError
 
     from agentkv.settings import Settings
 
     try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
         raise InvalidRequest(f"settings: {'; '.join(faults)}") from error
     except ValueError as error:
         raise InvalidRequest(f"settings: {error}") from error
+    configure_logging(settings.log_format)
+    return settings

@@ -10,7 +10,6 @@ A codec that is fitted to the model is fitted on another text, so that nothing i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,11 +32,12 @@ from agentkv.engine.sensitivity import kv_sensitivity
 from agentkv.engine.texts import Text, encoded, fitted_texts, scored_text
 from agentkv.errors import EngineFailed, InvalidRequest
 from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
+from agentkv.logs import Log
 from agentkv.models.gate import DEFAULT_MAX_KL, Calibration, CodecResult, LayoutResult, TextFacts
 
 __all__ = ["Calibrated", "Scorer", "calibrate", "divergence"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 PREFIX_TOKENS, SCORED_TOKENS = 6000, 1024
 _SCORED_ROWS = 128
@@ -171,7 +171,8 @@ class Scorer:
         nbytes = kv.nbytes
         kl, same = self._divergences(layout, kv)
         if not bool(kl.isfinite().all()):
-            logger.warning("layout %s is left out: it gives no finite logits of %s", name, self._model.name)
+            detail = f"{name} is left out: it gives no finite logits"
+            log.warning("layout_not_measured", layout=name, model=self._model.name, detail=detail)
             return None
         return LayoutResult(
             layout=name,
@@ -193,7 +194,8 @@ class Scorer:
                 f"{kl.abs().max().item():.2g} nats, so that nothing can be measured on this device"
             )
         if not bool(kl.isfinite().all()):
-            logger.warning("%s is left out: what it restores of %s gives no finite logits", label, self._model.name)
+            detail = f"{label} is left out: what it restores gives no finite logits"
+            log.warning("codec_not_measured", codec=label, model=self._model.name, detail=detail)
             return None
         equivalent = frozen.lossy_nbytes / frozen.geometry.itemsize * 2 / 1e6
         return CodecResult(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
 import time
@@ -19,11 +18,12 @@ from agentkv.engine.sampling import choose
 from agentkv.engine.scheduler import Scheduler
 from agentkv.errors import AgentKVError, CapacityExceeded, Closed, EngineFailed, InvalidRequest
 from agentkv.kv.contract import Layout, Slot
+from agentkv.logs import Log, fault
 from agentkv.types import FinishReason
 
 __all__ = ["Engine", "JobHandle"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ class Engine:
         except BaseException as error:
             with self._gate:
                 self._failure = error
-            logger.exception("model thread died")
+            log.error("model_thread_died", **fault(error))
         finally:
             outcome = EngineFailed("the model thread died") if self._failure else None
             for job in list(self._handles):
@@ -216,7 +216,7 @@ class Engine:
         try:
             rows = self._run(batch)
         except Exception as error:
-            logger.exception("a step over %d jobs failed", len(batch))
+            log.error("step_failed", jobs=len(batch), **fault(error))
             for job in batch:
                 self._drop(job, _as_ours(error))
             return
@@ -226,7 +226,7 @@ class Engine:
         try:
             job.make_room()
         except Exception as error:  # a policy may come from a third party: its fault is its own session's
-            logger.exception("a session could not evict")
+            log.error("eviction_failed", **fault(error))
             self._drop(job, _as_ours(error))
             return False
         return True
@@ -270,7 +270,7 @@ class Engine:
             try:
                 verdict = self._advance(job, tokens.get(job), now)
             except Exception as error:
-                logger.exception("a token could not be handed out")
+                log.error("token_not_handed_out", **fault(error))
                 self._drop(job, _as_ours(error))
                 continue
             if verdict != "go on":
@@ -311,7 +311,7 @@ class Engine:
         try:
             handle.loop.call_soon_threadsafe(handle.deliver(outcome))
         except RuntimeError:  # the loop is closed: nobody waits any more
-            logger.warning("a job finished after its event loop had closed")
+            log.warning("job_outlived_its_loop")
 
 
 def _as_ours(error: Exception) -> AgentKVError:

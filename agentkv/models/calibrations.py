@@ -10,7 +10,6 @@ calibrated. Reading a report imports no torch; reading fits does.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import secrets
@@ -26,12 +25,13 @@ from pydantic import ValidationError
 
 from agentkv.codecs import CODECS, Codecs, Fit
 from agentkv.errors import AgentKVError, StorageFull
+from agentkv.logs import Log
 from agentkv.models.fingerprints import weights_digest_of_state_dict
 from agentkv.models.gate import Calibration, current_fits
 
 __all__ = ["StoredCalibration", "load_calibration", "save_calibration"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 _REPORT = "report.json"
 _SUFFIX = ".safetensors"
@@ -69,7 +69,7 @@ def load_calibration(home: Path, kv_fingerprint: str) -> StoredCalibration:
     fits = tuple(_fits(folder, warnings))
     report = _report(folder / _REPORT, kv_fingerprint, {fit.digest for fit in fits}, warnings)
     for warning in warnings:
-        logger.warning("%s", warning)
+        log.warning("calibration_not_used", detail=warning)
     return StoredCalibration(report, fits, tuple(warnings))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import socket
 import tempfile
@@ -16,9 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentkv.logs import Log, fault
+
 __all__ = ["Control", "ask"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 _NAME = "control.sock"
 _LONGEST = 100
@@ -44,7 +45,7 @@ class Control:
             path.chmod(0o600)  # nobody connects before it listens
             self._server = await asyncio.start_unix_server(self._answer, sock=bound)
         except OSError as error:
-            logger.info("no look into this process from others: %s cannot be made: %s", path, error)
+            log.info("no_control_socket", path=path, **fault(error))
 
     async def stop(self) -> None:
         """Idempotent."""

@@ -1,4 +1,4 @@
-"""What happens to sessions, as it happens: for people who watch, and for programs that react."""
+"""What happens to sessions, as it happens: for people who watch, for programs that react, and in the log."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agentkv.logs import Log
+
 __all__ = ["EventKind", "Events", "LifecycleEvent"]
 
-logger = logging.getLogger("agentkv.events")
+log = Log("agentkv.events")
 
 EventKind = Literal[
     "created", "restored", "fallback", "demoted", "evicted", "deleted", "storage_full", "storage_ok", "refused", "lost"
 ]
 _MOST_PENDING = 1024
+_LEVELS: Mapping[EventKind, int] = {
+    "fallback": logging.WARNING,
+    "refused": logging.WARNING,
+    "lost": logging.WARNING,
+    "storage_full": logging.ERROR,
+}
+"""In the log. The others are the course of things."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +34,8 @@ class LifecycleEvent:
     """One thing that happened. ``at``: unix seconds. ``details``: numbers and words, never what was said.
 
     ``restored`` and ``demoted`` name tier, tokens, bytes or seconds; ``fallback`` the reason why stored KV was not
-    used; ``evicted`` what a retention policy gave up; ``refused`` a turn for which there was no memory; ``lost`` how
-    many events a slow reader missed.
+    used, in a word and (``detail``) in a sentence; ``evicted`` what a retention policy gave up; ``refused`` a turn for
+    which there was no memory; ``lost`` how many events a slow reader missed.
     """
 
     kind: EventKind
@@ -50,9 +59,9 @@ class Events:
         self._closed = False
 
     def emit(self, kind: EventKind, session_id: str | None = None, **details: Any) -> None:
-        """On the event loop; never waits."""
+        """Tell the readers and the log. On the event loop; never waits."""
         event = LifecycleEvent(kind, session_id, time.time(), details)
-        logger.debug("%s session=%s %s", kind, session_id, " ".join(f"{k}={v}" for k, v in details.items()))
+        log.at(_LEVELS.get(kind, logging.INFO), kind, session=session_id, **details)
         for reader in self._readers:
             if len(reader.pending) >= _MOST_PENDING:
                 reader.pending.popleft()
@@ -69,6 +78,7 @@ class Events:
                 while reader.pending:
                     if reader.lost:
                         lost, reader.lost = reader.lost, 0
+                        log.at(_LEVELS["lost"], "lost", events=lost)
                         yield LifecycleEvent("lost", None, time.time(), {"events": lost})
                     yield reader.pending.popleft()
                 if self._closed:

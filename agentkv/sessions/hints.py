@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -11,13 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentkv.errors import AgentKVError, InvalidRequest
+from agentkv.logs import Log
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.tiers import Tiers
 from agentkv.types import SessionState, Tier
 
 __all__ = ["HintOutcome", "Hints"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 _MOST_SECONDS = 7 * 86400.0
 _LEAST_AWAY = 1.0
@@ -73,7 +73,7 @@ class Hints:
         await asyncio.sleep(max(0.0, due - time.monotonic() - max(0.2, _EARLY * restore)))
         if core.expected_at == due and not core.deleted and core.idle:
             outcome = await self.prefetch(core)
-            logger.debug("session %s was expected: %s %s", core.id, outcome.outcome, outcome.detail)
+            log.debug("expected", session=core.id, outcome=outcome.outcome, detail=outcome.detail)
 
     @asynccontextmanager
     async def tool_wait(self, core: SessionCore, expected: float) -> AsyncIterator[HintOutcome]:

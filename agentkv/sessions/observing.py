@@ -53,7 +53,7 @@ class Observer:
             )
         if report.reason is not None:
             kind = report.reason.split(":")[0]
-            self.events.emit("fallback", core.id, reason=kind, tokens=report.recomputed_tokens)
+            self.events.emit("fallback", core.id, reason=kind, detail=report.reason, tokens=report.recomputed_tokens)
 
     def demoted(self, core: SessionCore, tier: Tier, nbytes: int) -> None:
         """It left the device, which has so many bytes more."""

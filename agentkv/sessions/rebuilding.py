@@ -8,7 +8,6 @@ deleted on purpose stays deleted.
 from __future__ import annotations
 
 import asyncio
-import logging
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Executor
@@ -18,6 +17,7 @@ from blake3 import blake3
 
 from agentkv.codecs import CODECS
 from agentkv.errors import ChunkFault, StorageError
+from agentkv.logs import Log, fault
 from agentkv.sessions.db.records import (
     ChunkRecord,
     Manifest,
@@ -34,7 +34,7 @@ from agentkv.types import Span, union, without
 
 __all__ = ["RebuildReport", "adopt_orphans"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _read(blobs: BlobStore, names: Sequence[str]) -> _Spare:
             found.headers.append(read_header(blobs.get(name, limit=HEAD_LIMIT), name, nbytes=nbytes))
             found.nbytes[name] = nbytes
         except (ChunkFault, StorageError) as error:
-            logger.warning("a file that no session's stored KV names cannot be taken up: %s", error)
+            log.warning("file_not_taken_up", chunk=name, **fault(error))
     return found
 
 
@@ -134,7 +134,7 @@ async def _adopt(repository: Repository, record: SessionRecord, spare: _Spare, s
     try:
         await repository.adopt(record.id, list(chunks.values()), segments, points)
     except ManifestConflict as error:
-        logger.warning("stored KV of session %s could not be taken up: %s", record.id, error)
+        log.warning("kv_not_taken_up", session=record.id, **fault(error))
         return []
     return segments
 

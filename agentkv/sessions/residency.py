@@ -7,13 +7,13 @@ never wait for each other's memory.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import CapacityExceeded, StorageError
 from agentkv.kv.contract import Layout
+from agentkv.logs import Log, fault
 from agentkv.policies.residency import ResidencyPolicy, SessionFacts, plan
 from agentkv.sessions.admission import Admission, QueueFull
 from agentkv.sessions.core import SessionCore
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Residency"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 _RETRY_AFTER = 2.0
 _RESTORE_BYTES_SECOND = 500e6
@@ -158,7 +158,7 @@ class Residency:
                 try:
                     await self._tiers.suspend(victim, Tier.HOST)
                 except StorageError as error:
-                    logger.error("session %s could not be demoted: %s", victim.id, error)
+                    log.error("not_demoted", session=victim.id, **fault(error))
                     stuck.add(victim)
                     break
         return True
@@ -170,7 +170,7 @@ class Residency:
         try:
             await self._tiers.demote(core, Tier.HOST)
         except StorageError as error:
-            logger.error("session %s keeps its memory while it waits: %s", core.id, error)
+            log.error("waits_with_its_memory", session=core.id, **fault(error))
 
     def _advice(self) -> str:
         """A policy that would fit, or another layout."""

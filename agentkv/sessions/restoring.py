@@ -7,7 +7,6 @@ complete. The first faulty segment ends what is usable; the state then holds the
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from array import array
 from collections.abc import Sequence
@@ -27,8 +26,6 @@ from agentkv.storage.naming import LedgerChain
 from agentkv.types import KVGeometry, Placement, Span
 
 __all__ = ["ChunkReader", "Restored"]
-
-logger = logging.getLogger(__name__)
 
 _ALTERED = frozenset({"checksum", "truncated", "format", "decode", "geometry", "unreadable"})
 """Faults that lie in the file itself: it is moved aside. The others may serve another model or session."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentkv.errors import Closed, InvalidRequest
+from agentkv.logs import Log
 from agentkv.policies.residency import ResidencyPolicy, parse_residency
 from agentkv.policies.retention import RetentionPolicy, parse_policy, policy_text
 from agentkv.sessions.workers import start_workers
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentKV"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 T = TypeVar("T")
 
@@ -148,9 +149,10 @@ class AgentKV:
         settings, model = self.settings, self._model
         codecs = calibration.codecs(settings.max_kl)
         auto, why = auto_codec(model.model_type, calibration.report, settings.max_kl, model=settings.model)
-        logger.info("idle_codec 'auto' is %r: %s", auto, why)
+        log.info("idle_codec", auto=auto, detail=why)
         if model.layout.lossy and (trouble := layout_trouble(model.layout.lossy, calibration.report, settings.max_kl)):
-            logger.warning("%s; `agentkv calibrate %s` measures it", trouble, settings.model)
+            detail = f"{trouble}; `agentkv calibrate {settings.model}` measures it"
+            log.warning("layout_not_measured", layout=model.layout.name, detail=detail)
         writer = ChunkWriter(
             self._repository,
             blobs,
@@ -201,7 +203,7 @@ class AgentKV:
         assert self._repository and self._executor and self._home
         report = await adopt_orphans(self._repository, blobs, self._home.secret, self._executor)
         if report.files:
-            logger.info("swept %d chunk files that the index did not know: %s", report.files, report)
+            log.info("swept", **asdict(report))
         await self.sessions.tiers.writer.collect_garbage()
 
     def stats(self) -> RuntimeStats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -14,6 +13,7 @@ from blake3 import blake3
 
 from agentkv.codecs import CODECS, Codec, Codecs
 from agentkv.errors import DatabaseUnavailable, StorageError, StorageFull
+from agentkv.logs import Log, fault
 from agentkv.sessions.db.records import ChunkCondemned, ChunkRecord, Manifest, SegmentRecord
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.snapshots import Snapshot
@@ -25,7 +25,7 @@ from agentkv.types import KVGeometry, Span
 
 __all__ = ["ChunkWriter", "StoreReport", "chains"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 _BATCH = 8
 """Chunks encoded and synced together: bounds the encoded bytes in memory, and the work a crash can lose."""
@@ -174,7 +174,7 @@ class ChunkWriter:
         try:
             return await self.collect_garbage()
         except (StorageError, DatabaseUnavailable) as error:
-            logger.error("unneeded chunks of session %s could not be deleted yet: %s", session_id, error)
+            log.error("chunks_not_deleted", session=session_id, **fault(error))
             return 0
 
     async def _put(self, encoded: Sequence[EncodedChunk]) -> None:
@@ -188,7 +188,7 @@ class ChunkWriter:
             except StorageFull:
                 if not await self._repository.release_foreign(self.kv_fingerprint):
                     raise
-                logger.warning("stored KV of another model makes room for %d chunks", len(items))
+                log.warning("foreign_kv_makes_room", chunks=len(items))
                 await self.collect_garbage()
 
     async def _append(

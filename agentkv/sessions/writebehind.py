@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from concurrent.futures import Executor
 from functools import partial
 
 from agentkv.errors import AgentKVError, StorageError
+from agentkv.logs import Log, fault
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.observing import Observer
@@ -16,7 +16,7 @@ from agentkv.sessions.storing import ChunkWriter
 
 __all__ = ["WriteBehind"]
 
-logger = logging.getLogger(__name__)
+log = Log(__name__)
 
 _MOST_PENDING = 4
 """Snapshots of one session that may wait for the disk; then its turns wait too."""
@@ -88,7 +88,7 @@ class WriteBehind:
                 self._observer.storage(self.storage_error)
             core.stored = core.snapped = None
             if not core.deleted:
-                logger.error("session %s: KV was not written to disk: %s", core.id, error)
+                log.error("kv_not_written", session=core.id, **fault(error))
         else:
             self.storage_error = None
             self._observer.storage(None)
