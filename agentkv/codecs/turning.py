@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["post_rope", "pre_rope", "rotations_of", "slabs", "turn_on", "turn_slab"]
 
-_SLAB = 150_000
+_SLAB = 600_000
 """Numbers of keys at once: layers enough for calls that last, few enough for what they work on to stay in a core's
 cache. Between calls threads wait for one another (Python's lock), which costs about as much as a short call."""
 

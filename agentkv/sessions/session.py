@@ -14,6 +14,7 @@ from agentkv.policies.retention import RetentionPolicy
 from agentkv.schemas.messages import MessageInput, normalise
 from agentkv.schemas.replies import Done, Event, Item, Reply, SessionInfo
 from agentkv.schemas.sampling import SamplingParams
+from agentkv.sessions.branches import Branch, edited, sampled
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.hints import HintOutcome
@@ -111,16 +112,23 @@ class Session:
     # -- branches -----------------------------------------------------------------------------------------------------
 
     async def fork(
-        self, at_item: str | None = None, *, agent_id: str | None = None, metadata: Mapping[str, Any] | None = None
+        self,
+        at_item: str | None = None,
+        *,
+        turns: int = 0,
+        agent_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Session:
-        """A new session that begins with this one's items up to and with ``at_item``, by default with all of them.
+        """A new session that begins with this one's items up to and with ``at_item``, or without its last ``turns``.
 
         No KV is copied: both use the same chunks, and on the device the same bytes until one of them writes. During a
         turn it begins with what was committed before. ``agent_id`` and ``metadata`` are this one's unless given.
-        ``InvalidRequest`` for an item that is not this session's.
+        ``InvalidRequest`` for an item or turns that this session does not have.
         """
+        if at_item is not None and turns:
+            raise InvalidRequest("fork at an item, or a number of turns before the end: not both", param="turns")
         forking = self._sessions.fork(
-            self._core, 0 if at_item is None else at_item, agent_id=agent_id, metadata=metadata
+            self._core, turns if at_item is None else at_item, agent_id=agent_id, metadata=metadata
         )
         return await asyncio.shield(self._sessions.tracked(forking))
 
@@ -142,6 +150,24 @@ class Session:
         """Make the last answer again, in its place. Until the new one is committed the old one is there."""
         request = TurnInput("continue", sampling=SamplingParams.build(**sampling), again=True)
         return await _last(self._run(request, wait))
+
+    async def sample(self, messages: MessageInput | None = None, *, n: int, **sampling: Any) -> list[Branch]:
+        """``n`` answers to the same messages (``None``: to what was appended), each in a fork of its own.
+
+        The messages are computed once and the answers decode side by side; this session stays as it is. With a ``seed``
+        branch i uses ``seed + i``. Delete the branches that are not wanted. Where one fails none is left.
+        """
+        return await sampled(self, messages, n, sampling)
+
+    async def edit(
+        self, item: str, content: str | Mapping[str, Any], *, replay: bool = False, **sampling: Any
+    ) -> Branch:
+        """A fork in which ``item`` was another: a new text, or a whole message. The rest of its turn follows and is
+        answered; ``replay``: the inputs of later turns too, each answered anew. This session stays as it is.
+
+        In place of a generated answer the text stands as given.
+        """
+        return await edited(self, item, content, replay, sampling)
 
     def _checked(self, messages: MessageInput) -> list[Any]:
         checked = normalise(messages)

@@ -56,9 +56,8 @@ async def test_both_sides_of_a_fork_go_on_as_two_sessions_would(
             await session.suspend(where)
         fork = await session.fork()
         earlier = await session.fork((await ends(session))[0])
-        there = [
-            (await said(s, [ids], TOKENS))[0].ids for s, ids in ((session, third), (fork, other), (earlier, other))
-        ]
+        branches = (session, third), (fork, other), (earlier, other)
+        there = [(await said(branch, [ids], TOKENS))[0].ids for branch, ids in branches]
         assert there == [
             (await alone(kv, [first, second, third]))[-1],
             (await alone(kv, [first, second, other]))[-1],
@@ -246,3 +245,70 @@ async def test_what_cannot_be_cut_there_is_refused_by_name(tmp_path: Path, model
         assert await session.token_ids() == []
         assert (await said(session, turns(1), TOKENS))[0].ids == (await alone(kv, turns(1)))[0]
         await check_home(kv)
+
+
+async def test_samples_equal_sessions_of_their_own_and_leave_theirs_as_it_was(tmp_path: Path, models: Path) -> None:
+    async with opened(tmp_path, chat_folder(models)) as kv:
+        session = await kv.sessions.create(system="You are a helpful assistant.")
+        await session.send("How is the weather?", max_tokens=TOKENS)
+        ledger = await session.token_ids()
+        greedy = await session.sample("Paris?", n=3, max_tokens=TOKENS)
+        drawn = await session.sample("Paris?", n=3, max_tokens=TOKENS, temperature=1.5, seed=7)
+        assert await session.token_ids() == ledger
+        replies = [branch.reply for branch in (*greedy, *drawn)]
+        assert len({reply.ids for reply in replies[3:] if reply}) > 1
+        for i, reply in enumerate(replies):
+            assert reply is not None
+            twin = await kv.sessions.create(system="You are a helpful assistant.")
+            await twin.send("How is the weather?", max_tokens=TOKENS)
+            sampling: dict[str, Any] = {} if i < 3 else {"temperature": 1.5, "seed": 7 + i - 3}
+            assert (await twin.send("Paris?", max_tokens=TOKENS, **sampling)).ids == reply.ids
+            await twin.delete()
+        for branch in (*greedy, *drawn):
+            await check_session(kv, branch.session)
+            await branch.session.delete()
+        await check_home(kv)
+
+
+async def test_where_one_sample_fails_none_is_left(tmp_path: Path, models: Path) -> None:
+    async with opened(tmp_path, chat_folder(models)) as kv:
+        session = await kv.sessions.create()
+        for work in (
+            session.sample("Paris?", n=2, top_k=-4),
+            session.sample("Paris?", n=0),
+            session.sample([{"role": "tool", "content": 3}], n=2),
+        ):
+            with pytest.raises(InvalidRequest):
+                await work
+        task = asyncio.create_task(session.sample("Paris?", n=3, max_tokens=500, ignore_eos=True))
+        while len(await kv.sessions.list()) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [record.id for record in await kv.sessions.list()] == [session.id]
+
+
+async def test_an_edited_question_is_answered_in_a_fork(tmp_path: Path, models: Path) -> None:
+    async with opened(tmp_path, chat_folder(models)) as kv:
+        session = await kv.sessions.create(system="You are a helpful assistant.")
+        for text in ("How is the weather?", "Paris?", "How?"):
+            await session.send(text, max_tokens=TOKENS)
+        ledger, items = await session.token_ids(), await session.items()
+        once = await session.edit(items[3].id, "weather in Paris", max_tokens=TOKENS)
+        all_again = await session.edit(items[1].id, "Hello", replay=True, max_tokens=TOKENS)
+        put = await session.edit(items[2].id, "It is fine.")
+        assert await session.token_ids() == ledger
+        for branch, texts in (
+            (once, ["How is the weather?", "weather in Paris"]),
+            (all_again, ["Hello", "Paris?", "How?"]),
+        ):
+            twin = await kv.sessions.create(system="You are a helpful assistant.")
+            said_there = [await twin.send(text, max_tokens=TOKENS) for text in texts]
+            assert branch.reply is not None
+            assert branch.reply.ids == said_there[-1].ids
+            assert await branch.session.token_ids() == await twin.token_ids()
+        assert put.reply is None
+        assert [item.text for item in await put.session.items()][1:] == ["How is the weather?", "It is fine."]
+        with pytest.raises(InvalidRequest, match="system prompt"):
+            await session.edit(items[0].id, "Be rude.")

@@ -64,7 +64,7 @@ def rewind_session(db: Session, session_id: str, tenant: str | None, cut: Cut) -
         (TurnRow, TurnRow.seq >= cut.turns),
         (LedgerRow, LedgerRow.start >= cut.position),
     ):
-        db.execute(delete(table).where(table.session_id == session_id, beyond))  # type: ignore[attr-defined]
+        db.execute(delete(table).where(table.session_id == session_id, beyond))
     for turn in _rows(db, TurnRow, session_id, TurnRow.stop > cut.position):
         for name, value in _shortened(turn, cut.position).items():
             setattr(turn, name, value)

@@ -31,10 +31,10 @@ __all__ = [
     "inherit",
     "manifest",
     "pointless_sessions",
+    "points_of",
     "prune_manifest",
     "release_foreign",
     "reseal",
-    "points_of",
     "truncate_manifest",
 ]
 
