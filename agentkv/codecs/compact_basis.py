@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from agentkv.codecs.compact_escapes import Escapes
 from agentkv.codecs.compact_symbols import Filled
 from agentkv.codecs.contract import Fit, KVBlock
@@ -75,7 +77,7 @@ class Bundles:
         basis = self.basis[layers]
         many, bundles, components, _ = basis.shape
         tokens = symbols.shape[2]
-        used = filled.reshape(many * bundles, components).any(0).nonzero()[0]
+        used = np.flatnonzero(filled.reshape(many * bundles, components).any(0))
         n = min(components, -(-int(used[-1] + 1) // _AT_ONCE) * _AT_ONCE) if len(used) else 0
         factors = symbols.view(many * bundles, components, tokens)[:, :n].to(basis.dtype).transpose(1, 2)
         # One call for them all: each has a fixed cost of about half of what a layer of 384 numbers takes.

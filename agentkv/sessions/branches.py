@@ -40,7 +40,7 @@ async def sampled(session: Session, messages: MessageInput | None, n: int, sampl
         forks.extend([await forks[0].fork() for _ in range(n - 1)])
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(fork.continue_(**sampling | ({} if seed is None else {"seed": seed + i})))
+                group.create_task(fork.continue_(**{**sampling, **({} if seed is None else {"seed": seed + i})}))
                 for i, fork in enumerate(forks)
             ]
     except BaseException as error:

@@ -26,7 +26,7 @@ from agentkv.types import Placement, SessionState
 if TYPE_CHECKING:
     from agentkv.sessions.tiers import Tiers
 
-__all__ = ["Branching", "RewindReport"]
+__all__ = ["Branching", "Place", "RewindReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,16 @@ class RewindReport:
 
 
 @dataclass(slots=True)
-class _Place:
+class Place:
     """Where a conversation is cut, and the state there, where it could be had from what is live: to be closed."""
 
     cut: Cut
     kv: SequenceKV | None
+
+    def close(self) -> None:
+        """Give up the state."""
+        if self.kv is not None:
+            self.kv.close()
 
 
 class Branching:
@@ -81,13 +86,13 @@ class Branching:
             f"session {core.id} has no item {item!r}: session.items() lists its {len(items)}", param="item"
         )
 
-    async def _place(self, core: SessionCore, items: Sequence[ItemRecord], keep: int) -> _Place:
+    async def place(self, core: SessionCore, items: Sequence[ItemRecord], keep: int) -> Place:
         """Behind the first ``keep`` items."""
         record = core.record
         if keep == len(items):
             kv = None if core.kv is None or core.kv.length != record.kv_length else core.kv.fork()
             length = record.ledger_length
-            return _Place(Cut(length, length, keep, record.turns, record.kv_length, record.placement), kv)
+            return Place(Cut(length, length, keep, record.turns, record.kv_length, record.placement), kv)
         position = items[keep - 1].span.stop if keep else 0
         turns = items[keep - 1].turn + 1 if keep else 0
         kv = None if core.kv is None else core.kv.fork()
@@ -99,7 +104,7 @@ class Branching:
                 kv = None
         held = await self._stored(core, position) if kv is None else kv.placement
         placement = None if held.trivial else held
-        return _Place(Cut(record.ledger_length, position, keep, turns, held.length, placement), kv)
+        return Place(Cut(record.ledger_length, position, keep, turns, held.length, placement), kv)
 
     async def _stored(self, core: SessionCore, position: int) -> Placement:
         """The last state up to ``position`` that is stored, or that was committed and may be."""
@@ -129,17 +134,17 @@ class Branching:
         registers it before anything else is awaited: its memory counts from then on.
         """
         items, keep = await self._items_up_to(core, item)
-        place = await self._place(core, items, keep)
+        place = await self.place(core, items, keep)
         try:
             fork = await self._stored_fork(core, place.cut, agent_id, metadata)
         except BaseException:
-            _close(place.kv)
+            place.close()
             raise
         if place.kv is None:
             return fork
         room = self._tiers.residency
         if not room.take_free(fork, place.kv.tokens):
-            _close(place.kv)
+            place.close()
             return fork
         fork.kv, fork.state = place.kv, SessionState.LIVE
         fork.early = {at: parts for at, parts in core.early.items() if at <= place.cut.kv_length}
@@ -179,15 +184,15 @@ class Branching:
         """End the session behind ``item``, or before its last so many turns. ``dry_run``: only say what that does."""
         items, keep = await self._items_up_to(core, item)
         await self.written(core)
-        place = await self._place(core, items, keep)
+        place = await self.place(core, items, keep)
         try:
             report = self._report(core, len(items), place.cut)
             if dry_run or not report.tokens:
-                _close(place.kv)
+                place.close()
                 return report
             dropped = await self._repository.rewind_session(core.id, place.cut)
         except BaseException:
-            _close(place.kv)
+            place.close()
             raise
         self.become(core, place.cut, place.kv)
         if dropped:
@@ -216,7 +221,7 @@ class Branching:
         if not items or not items[-1].generated:
             raise InvalidRequest(f"the last item of session {core.id} is no answer: there is nothing to make again")
         await self.written(core)
-        place = await self._place(core, items, len(items) - 1)
+        place = await self.place(core, items, len(items) - 1)
         cut = place.cut
         turns = [turn for turn in await self._repository.turns(core.id) if turn.span.stop <= cut.position]
         whole = len(turns) == cut.turns  # else it is a part of its turn that stays
@@ -249,7 +254,8 @@ class Branching:
             updated_at=time.time(),
         )
         self.shorten_stored(core, cut)
-        _close(core.kv)
+        if core.kv is not None:
+            core.kv.close()
         core.kv = kv
         self._tiers.release_host(core)
         if kv is not None:
@@ -267,8 +273,3 @@ class Branching:
         core.sealed = min(core.sealed, cut.kv_length)
         core.early = {at: parts for at, parts in core.early.items() if at <= cut.kv_length}
         core.unsaved = core.short = None
-
-
-def _close(kv: SequenceKV | None) -> None:
-    if kv is not None:
-        kv.close()

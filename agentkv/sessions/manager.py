@@ -18,17 +18,19 @@ from agentkv.engine.templates import ChatTemplate
 from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound, Unsupported
 from agentkv.logs import Log, fault
 from agentkv.policies.retention import RetentionPolicy, check_fits, parse_policy, policy_text
-from agentkv.schemas.messages import Message
+from agentkv.schemas.messages import Message, MessageInput
 from agentkv.schemas.replies import Event
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, SessionRecord, TurnRecord
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.explaining import Explanation, explained
 from agentkv.sessions.hints import Hints
 from agentkv.sessions.moving import Moving
 from agentkv.sessions.session import Session
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
+from agentkv.sessions.verifying import Verification, verified
 from agentkv.settings import Settings
 from agentkv.types import Placement, RestoreReport, SessionState, Span, Tier
 
@@ -293,6 +295,27 @@ class Sessions:
         self._check_open()
         async with core.turn(None):
             return await self.tiers.branching.rewind(core, item, dry_run=dry_run)
+
+    async def explain(
+        self, core: SessionCore, messages: MessageInput, tools: Sequence[Mapping[str, Any]] | None
+    ) -> Explanation:
+        """See ``Session.explain``."""
+        self._check_open()
+        async with core.gate:
+            core.check_open()
+            return await explained(core, messages, tools, self._model, self.tiers)
+
+    async def verify(self, core: SessionCore, tokens: int) -> Verification:
+        """See ``Session.verify``."""
+        self._check_open()
+        async with core.gate:
+            core.check_open()
+            await self.tiers.behind.flush(core)
+            await self.tiers.residency.reserve(core, core.record.ledger_length)
+            try:
+                return await verified(core, tokens, self._model, self.tiers)
+            finally:
+                self.tiers.residency.settle(core)
 
     async def resume(self, core: SessionCore) -> RestoreReport:
         """See ``Session.resume``."""

@@ -17,11 +17,13 @@ from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.branches import Branch, edited, sampled
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.core import SessionCore
+from agentkv.sessions.explaining import Explanation
 from agentkv.sessions.hints import HintOutcome
 from agentkv.sessions.reporting import session_usage
 from agentkv.sessions.spans import gaps, held_spans, item_states
 from agentkv.sessions.stats import SessionUsage
 from agentkv.sessions.turn import Appended, TurnInput, public_item
+from agentkv.sessions.verifying import Verification
 from agentkv.types import ExportReport, ImportReport, RestoreReport, SessionState, Span, SuspendReport, Tier
 
 if TYPE_CHECKING:
@@ -236,6 +238,19 @@ class Session:
         """Tokens, restores and memory that it has used since the runtime opened."""
         self._core.check_open()
         return session_usage(self._core)
+
+    async def explain(self, messages: MessageInput, *, tools: Sequence[Mapping[str, Any]] | None = None) -> Explanation:
+        """Where a whole history, as a client without sessions sends it, would leave what is stored here, and what it
+        would cost to answer it from there. Compared are roles, texts, tool calls and whose results are answered;
+        ``tools`` where they are given. Changes nothing; waits for a turn under way."""
+        return await self._sessions.explain(self._core, messages, tools)
+
+    async def verify(self, *, tokens: int = 512) -> Verification:
+        """Check every byte that is stored of it, compute its first ``tokens`` again and compare them, and what the
+        model says after them, with what the session has. Brings it to the device; waits for a turn under way."""
+        if tokens < 1:
+            raise InvalidRequest(f"tokens must be at least 1, got {tokens}", param="tokens")
+        return await asyncio.shield(self._sessions.tracked(self._sessions.verify(self._core, tokens)))
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
