@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentkv.cli import lineage, moving
 from agentkv.cli.display import age, nbytes, one_line, out_console, print_json, seconds
 from agentkv.cli.options import AsJson, Device, Dtype, HomeFolder, Model, settings_from
 from agentkv.errors import SessionNotFound
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "span_bar"]
 
-app = typer.Typer(no_args_is_help=True, help="Stored conversations: list, show, suspend, resume, delete.")
+app = typer.Typer(no_args_is_help=True, help="Stored conversations: list, tree, show, suspend, resume, move, delete.")
+app.command("tree")(lineage.tree)
+app.command("export")(moving.export)
+app.command("import")(moving.import_)
 
 _BAR = 60
 SessionId = Annotated[str, typer.Argument(metavar="ID", help="sess_…")]

@@ -27,6 +27,7 @@ from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.explaining import Explanation, explained
 from agentkv.sessions.hints import Hints
 from agentkv.sessions.moving import Moving
+from agentkv.sessions.prewarming import prewarmed
 from agentkv.sessions.session import Session
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
@@ -52,6 +53,7 @@ class Sessions:
         self._cores: dict[str, SessionCore] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self.choosing_holder = asyncio.Lock()
         self.tiers: Tiers
         self.hints: Hints
 
@@ -124,6 +126,22 @@ class Sessions:
         self._cores[core.id] = core
         self.tiers.observer.created(core)
         return Session(core, self)
+
+    async def prewarm(
+        self,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        idle_codec: str | None = None,
+    ) -> Session:
+        """Compute and store a head now, for all sessions that will be created with it: their first turns begin with it.
+
+        Returns the session that holds it, of agent ``agentkv-prewarm``: while it is there the head stays stored, even
+        when nobody else uses it. The same head again gives the same session. A head of fewer than 64 tokens is not
+        worth it and is computed by each session. Raises as ``create`` does, and ``CapacityExceeded``.
+        """
+        return await prewarmed(self, self._model, system, tools, template_args, idle_codec)
 
     def _check_movable(self, policy: RetentionPolicy) -> None:
         fixed = self._model.adapter.geometry.fixed

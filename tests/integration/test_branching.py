@@ -11,7 +11,8 @@ import pytest
 from homes import chat_folder, check_home, check_session, model_folder, opened, prompt, said, turns, written
 
 from agentkv import AgentKV, Session
-from agentkv.errors import InvalidRequest, SessionBusy, StorageError
+from agentkv.cli.lineage import trees
+from agentkv.errors import InvalidRequest, SessionBusy, SessionNotFound, StorageError
 from agentkv.kv.paged import PagedKV
 
 TOKENS = 8
@@ -312,3 +313,23 @@ async def test_an_edited_question_is_answered_in_a_fork(tmp_path: Path, models: 
         assert [item.text for item in await put.session.items()][1:] == ["How is the weather?", "It is fine."]
         with pytest.raises(InvalidRequest, match="system prompt"):
             await session.edit(items[0].id, "Be rude.")
+
+
+async def test_the_tree_shows_who_was_forked_from_whom(tmp_path: Path, models: Path) -> None:
+    async with opened(tmp_path, model_folder(models)) as kv:
+        root = await kv.sessions.create(agent_id="root")
+        await said(root, turns(2), 4)
+        child = await root.fork()
+        grandchild = await child.fork((await ends(child))[0])
+        orphan = await (middle := await root.fork(turns=1)).fork()
+        await middle.delete()
+        settings, start = kv.settings, (await root.items())[1].span.stop
+    found = await trees(settings, None)
+    assert [node["id"] for node in found] == [root.id, orphan.id]
+    assert found[1]["parent_id"] == middle.id
+    (below,) = found[0]["forks"]
+    assert (below["id"], [node["id"] for node in below["forks"]]) == (child.id, [grandchild.id])
+    assert below["forks"][0]["forked_at"] == below["forks"][0]["tokens"] == start
+    assert [node["id"] for node in await trees(settings, grandchild.id)] == [root.id]
+    with pytest.raises(SessionNotFound):
+        await trees(settings, "sess_nobody")
