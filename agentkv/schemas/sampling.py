@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from agentkv.errors import InvalidRequest, Unsupported
+from agentkv.schemas.constraints import Constraint
 
 __all__ = ["SamplingParams"]
 
 _MAX_STOPS = 16
+_OUTPUTS = ("schema", "response_format", "constraint")
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class SamplingParams(BaseModel):
     """Sampling of one turn. ``None`` means: not applied. Without a temperature, or with 0, decoding is greedy.
 
-    Make one with ``build``, which raises this package's errors; the constructor raises pydantic's.
+    Make one with ``build``, which raises this package's errors; the constructor raises pydantic's. ``build`` takes
+    ``schema`` (a pydantic class or a JSON Schema) and ``response_format`` (OpenAI's form) for ``constraint``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -35,6 +40,10 @@ class SamplingParams(BaseModel):
     max_tokens: int | None = Field(None, ge=1, description="Generation limit; None is the runtime's default.")
     logprobs: int | None = Field(None, ge=0, le=20, description="Log-probabilities of this many alternatives.")
     ignore_eos: bool = Field(False, description="Go on after the model's end token, up to max_tokens.")
+    beams: int = Field(1, ge=1, le=32, description="Beam search with so many beams; 1 is none.")
+    length_penalty: _Number = Field(1.0, description="Beams: scores are divided by length to this power.")
+    early_stopping: bool | Literal["never"] = Field(False, description="Beams: when to end, as transformers means it.")
+    constraint: SkipJsonSchema[InstanceOf[Constraint] | None] = Field(None, description="What the output looks like.")
 
     @property
     def greedy(self) -> bool:
@@ -44,11 +53,13 @@ class SamplingParams(BaseModel):
     @classmethod
     def build(cls, **kwargs: Any) -> Self:
         """Checked parameters. Raises ``InvalidRequest`` whose ``param`` is the one that is wrong."""
+        known = {**dict.fromkeys(_OUTPUTS), **cls.model_fields}
         for name in kwargs:
-            if name not in cls.model_fields:
-                raise InvalidRequest(_unknown(name, tuple(cls.model_fields)), param=name)
+            if name not in known:
+                raise InvalidRequest(_unknown(name, tuple(known)), param=name)
+        others = {name: value for name, value in kwargs.items() if name not in _OUTPUTS}
         try:
-            return cls(**kwargs)
+            return cls(**others, constraint=_constraint({name: kwargs.get(name) for name in _OUTPUTS}))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             cause = first.get("ctx", {}).get("error")
@@ -83,6 +94,57 @@ class SamplingParams(BaseModel):
     @classmethod
     def _no_frequency(cls, value: float) -> float:
         return _refuse("frequency_penalty", value)
+
+    @model_validator(mode="after")
+    def _beams_alone(self) -> Self:
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "logprobs", "constraint"):
+            if self.beams > 1 and getattr(self, name) not in (None, (), 0):
+                raise InvalidRequest(f"beams: a beam search takes no {name}; leave one of the two out", param="beams")
+        return self
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.ignore_eos and self.constraint is not None:
+            raise InvalidRequest(
+                f"ignore_eos: an output with a {self.constraint.param} ends where that ends", param="ignore_eos"
+            )
+        return self
+
+
+def _constraint(given: Mapping[str, Any]) -> Constraint | None:
+    """The one constraint that was given, in whichever way."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidRequest(f"{' and '.join(names)}: pass one of them", param=names[1])
+    if (schema := given["schema"]) is not None:
+        return Constraint.json(schema)
+    if (wanted := given["response_format"]) is not None:
+        return _response_format(wanted)
+    if (constraint := given["constraint"]) is not None and not isinstance(constraint, Constraint):
+        raise InvalidRequest(
+            f"constraint: pass Constraint.json(…), .regex(…) or .grammar(…), not {type(constraint).__name__}",
+            param="constraint",
+        )
+    return constraint
+
+
+def _response_format(wanted: Any) -> Constraint | None:
+    """OpenAI's ``response_format``, or a pydantic class."""
+    if isinstance(wanted, type):
+        return Constraint.json(wanted)
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint.json({"type": "object"})
+    inner = wanted.get("json_schema") if isinstance(wanted, Mapping) else None
+    if kind == "json_schema" and isinstance(inner, Mapping) and isinstance(inner.get("schema"), Mapping):
+        return Constraint.json(inner["schema"])
+    raise InvalidRequest(
+        'response_format: pass {"type": "text"}, {"type": "json_object"}, a pydantic class, or '
+        '{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}',
+        param="response_format",
+    )
 
 
 def _refuse(name: str, value: float) -> float:

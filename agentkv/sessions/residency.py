@@ -82,14 +82,15 @@ class Residency:
             await self._let_go(core)
         elif self._fits(core, needed):
             return
+        stuck: set[SessionCore] = set()
         try:
-            if await self.admission.until(lambda: self._admitted(core, tokens)):
+            if await self.admission.until(lambda: self._admitted(core, tokens, stuck)):
                 return
             why = "in time"
         except QueueFull:
             why = f"now, and {self.admission.waiting} turns wait for memory already"
         self._tiers.observer.refused(core, needed)
-        movable = sum(other.reserved for other in self._movable(core))
+        movable = sum(other.reserved for other in self._movable(core) if other not in stuck)
         available = self.budget - self.used + core.reserved + movable
         raise CapacityExceeded(
             f"this turn needs {needed:,} bytes of KV on the device; {available:,} of the budget of {self.budget:,} "
@@ -103,6 +104,26 @@ class Residency:
     def take_free(self, core: SessionCore, tokens: int) -> bool:
         """``reserve`` as far as memory is free: nobody gives way, and nobody who waits is passed."""
         return not self.admission.waiting and self._fits(core, self._needed(core, tokens))
+
+    def reserve_copies(self, core: SessionCore, tokens: int, copies: int) -> None:
+        """Count so many copies of ``core``'s state, each of ``tokens`` tokens, until ``settle``.
+
+        ``CapacityExceeded`` where they do not fit what is free: nobody gives way, and nobody is waited for.
+        """
+        limit = core.limit(self.context)
+        needed = copies * self._layout.bytes_needed(None, min(tokens, limit), limit)
+        free = self.budget - self.used
+        if needed > free:
+            self._tiers.observer.refused(core, needed)
+            raise CapacityExceeded(
+                f"{copies} beams of {tokens:,} tokens need {needed:,} bytes of KV on the device, {free:,} of "
+                f"{self.budget:,} are free. Ask for fewer beams, lower max_tokens, or raise device_budget",
+                needed=needed,
+                available=free,
+                budget=self.budget,
+                retry_after=_RETRY_AFTER,
+            )
+        core.reserved += needed
 
     def settle(self, core: SessionCore) -> None:
         """After a turn: count what is really reserved."""
@@ -141,8 +162,9 @@ class Residency:
             if core is not but and core.kv is not None and core.idle and not core.pinned(now)
         ]
 
-    async def _admitted(self, core: SessionCore, tokens: int) -> bool:
-        stuck: set[SessionCore] = set()
+    async def _admitted(self, core: SessionCore, tokens: int, stuck: set[SessionCore]) -> bool:
+        """Whether there is room now; ``stuck`` becomes the sessions that can be moved nowhere."""
+        stuck.clear()
         while not self._fits(core, self._needed(core, tokens)):
             missing = self.used - core.reserved + self._needed(core, tokens) - self.budget
             now = time.monotonic()

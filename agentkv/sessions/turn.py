@@ -15,18 +15,20 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from agentkv.engine.beams import Search
 from agentkv.engine.job import Generation, Job, JobResult
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.retention import Retention
 from agentkv.engine.sampling import Sampler
 from agentkv.engine.sink import TextSink
-from agentkv.errors import Closed, ContextTooLong, InvalidRequest
+from agentkv.errors import Closed, ContextTooLong, InvalidRequest, Unsupported
 from agentkv.kv.contract import SequenceKV
 from agentkv.policies.retention import ItemView, check_fits, parse_policy
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.attaching import Lead
+from agentkv.sessions.beams import searched
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import Cut, ItemRecord, TurnRecord
 from agentkv.sessions.leading import lead
@@ -276,6 +278,9 @@ class Turn:
             generation = Generation(sampler, max_tokens, sink)
         if not feed:
             return None, None, None
+        if sampling is not None and sampling.beams > 1:
+            assert sink is not None
+            return await self._searched(feed, max_tokens, sink, sampling, retention)
         job = Job(core.kv, feed, model.piece, self._resume_points(), generation, retention)
         handle = model.engine.submit(job)
         try:
@@ -292,6 +297,30 @@ class Turn:
             self._first_token = job.submitted + result.first_token_seconds
         core.early.update(result.windows)
         return sink, result, job.undo
+
+    async def _searched(
+        self,
+        feed: Sequence[int],
+        max_tokens: int,
+        sink: TextSink,
+        sampling: SamplingParams,
+        retention: Retention | None,
+    ) -> tuple[TextSink, JobResult, Any]:
+        """The answer by beam search; its text comes all at once."""
+        core, model, residency = self._core, self._model, self._tiers.residency
+        assert core.kv is not None
+        if retention is not None:
+            raise Unsupported(f"beams={sampling.beams} under policy {core.policy.name!r}", "use 'full'", param="beams")
+        ends = frozenset[int]() if sampling.ignore_eos else model.end_ids
+        residency.reserve_copies(core, core.kv.length + len(feed) + max_tokens, sampling.beams)
+        search = Search(sampling.beams, max_tokens, ends, sampling.length_penalty, sampling.early_stopping)
+        points = self._resume_points()
+        result, undo = await searched(core.kv, feed, points, search, sampling, model)
+        residency.rates.prefilled(len(feed), result.prefill_seconds)
+        core.early.update(result.windows)
+        for token in result.tokens:
+            sink.push(token, None)
+        return sink, result, undo
 
     def _resume_points(self) -> list[int]:
         """Where the prefill must stop: the pinned prefix's end.
