@@ -75,6 +75,11 @@ class Settings(BaseSettings):
     max_kl: float = Field(
         0.005, ge=0, description="What `auto` may cost: mean KL divergence of next-token distributions, in nats."
     )
+    restore: Literal["measured", "always"] = Field(
+        "measured",
+        description="`measured`: KV under a lossy codec is computed again, not restored, where that was measured to be "
+        "clearly faster (full attention, policy `full`); `always`: whatever is stored is restored.",
+    )
     idle_seconds: float = Field(60.0, ge=0, description="Idle time after which KV moves from device to host memory.")
     disk_seconds: float = Field(600.0, ge=0, description="Idle time after which encoded KV leaves host memory too.")
     device_budget: Amount = Field("80%", description="Bytes, or share of the device's memory, for live KV.")

@@ -233,6 +233,8 @@ class RestoreReport:
     ``recompute``, where a session that evicts had tokens recomputed: ``replay`` computed the ledger again through the
     policy, which gives the state that was lost; ``retained`` computed the retained tokens alone, as if nothing had ever
     been between them.
+    Of stored KV, ``estimated_restore_seconds`` and ``estimated_recompute_seconds`` say what either way was expected to
+    take when it was chosen, ``None`` before anything was measured.
     """
 
     source: Literal["new", "device", "host", "disk", "recompute"]
@@ -242,6 +244,13 @@ class RestoreReport:
     reason: str | None = None
     recomputed_tokens: int = 0
     recompute: Literal["replay", "retained"] | None = None
+    estimated_restore_seconds: float | None = None
+    estimated_recompute_seconds: float | None = None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether what was stored was computed since that is faster; ``reason`` begins with ``cheaper``. No fault."""
+        return self.reason is not None and self.reason.startswith("cheaper:")
 
 
 @dataclass(frozen=True, slots=True)

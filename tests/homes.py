@@ -76,7 +76,7 @@ def _tokenizer(extra: str) -> PreTrainedTokenizerFast:
 
 
 def opened(home: Path, model: Path | str, **settings: Any) -> AgentKV:
-    """A runtime to open: float32 on the CPU, bit for bit, nothing demoted by time, no free space demanded."""
+    """A runtime to open: float32 on the CPU, bit for bit, nothing decided by time, no free space demanded."""
     quiet: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -86,6 +86,7 @@ def opened(home: Path, model: Path | str, **settings: Any) -> AgentKV:
         "max_tokens": 16,
         "prefill_tokens": 32,
         "idle_codec": "exact",
+        "restore": "always",
     }
     return AgentKV.open(home=home, model=str(model), **{**quiet, **settings})
 

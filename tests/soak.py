@@ -128,6 +128,7 @@ class Soak:
             "residency": draw.choice(["cost", "lru", "lfu", "ttl:2"]),
             "device_budget": draw.choice([2, 4, 8]) * (450_000 if layout == "static" else 150_000),
             "host_budget": draw.choice([100_000, 1_000_000]),
+            "restore": "measured",
             "disk_budget": draw.choice([2_000_000, 8_000_000]),
             "idle_seconds": draw.choice([0.5, 2.0]),
             "disk_seconds": draw.choice([1.0, 4.0]),

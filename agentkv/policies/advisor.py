@@ -125,5 +125,5 @@ def _budgets(seen: Observed) -> Iterator[Advice]:
             None,
             "",
             f"only {seen.hit_rate:.0%} of known tokens were reused, {_LOW_HITS:.0%} is usual: `agentkv doctor` and the "
-            "`fallback` events say why stored KV is not used",
+            "`fallback` and `recomputed` events say why stored KV is not used",
         )

@@ -17,7 +17,17 @@ __all__ = ["EventKind", "Events", "LifecycleEvent"]
 log = Log("agentkv.events")
 
 EventKind = Literal[
-    "created", "restored", "fallback", "demoted", "evicted", "deleted", "storage_full", "storage_ok", "refused", "lost"
+    "created",
+    "restored",
+    "recomputed",
+    "fallback",
+    "demoted",
+    "evicted",
+    "deleted",
+    "storage_full",
+    "storage_ok",
+    "refused",
+    "lost",
 ]
 _MOST_PENDING = 1024
 _LEVELS: Mapping[EventKind, int] = {
@@ -33,9 +43,11 @@ _LEVELS: Mapping[EventKind, int] = {
 class LifecycleEvent:
     """One thing that happened. ``at``: unix seconds. ``details``: numbers and words, never what was said.
 
-    ``restored`` and ``demoted`` name tier, tokens, bytes or seconds; ``fallback`` the reason why stored KV was not
-    used, in a word and (``detail``) in a sentence; ``evicted`` what a retention policy gave up; ``refused`` a turn for
-    which there was no memory; ``lost`` how many events a slow reader missed.
+    ``restored`` and ``demoted`` name tier, tokens, bytes or seconds; ``recomputed`` is a restore that was passed over
+    since computing was expected to be faster, and like ``restored`` names what either was expected to take;
+    ``fallback`` names the reason why stored KV was not used, in a word and (``detail``) in a sentence; ``evicted`` what
+    a retention policy gave up; ``refused`` a turn for which there was no memory; ``lost`` how many events a slow reader
+    missed.
     """
 
     kind: EventKind

@@ -34,7 +34,7 @@ async def lead(
     pinned = core.record.pinned
     job = Job(kv, ledger[:pinned], model.piece, [pinned])
     try:
-        windows = await computed(job, model)
+        windows = await computed(job, model, tiers.residency.rates)
         update = tiers.repository.update_session(core.id, kv_length=pinned, state="live")
         cancelled = await finished(asyncio.ensure_future(update))
     except BaseException:

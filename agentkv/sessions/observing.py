@@ -38,10 +38,18 @@ class Observer:
             self.events.emit("evicted", core.id, tokens=evicted)
 
     def restored(self, core: SessionCore, report: RestoreReport, recompute: float | None) -> None:
-        """Its KV is on the device again, all of it or a part; ``recompute``: expected seconds for what was reused."""
+        """Its KV is on the device again, all of it or a part; ``recompute``: expected seconds for what was reused.
+
+        A restore that was passed over is told of as ``recomputed``, and is no fallback.
+        """
         for counts in (core.counts, self.total):
             counts.restore(report, recompute)
         seconds = round(report.seconds, 4)
+        expected = {
+            "estimated_restore_seconds": report.estimated_restore_seconds,
+            "estimated_recompute_seconds": report.estimated_recompute_seconds,
+        }
+        estimates = {name: round(value, 4) for name, value in expected.items() if value is not None}
         if report.tokens:
             self.events.emit(
                 "restored",
@@ -50,10 +58,13 @@ class Observer:
                 tokens=report.tokens,
                 seconds=seconds,
                 codec=report.codec or "",
+                **estimates,
             )
-        if report.reason is not None:
-            kind = report.reason.split(":")[0]
-            self.events.emit("fallback", core.id, reason=kind, detail=report.reason, tokens=report.recomputed_tokens)
+        if report.chosen:
+            self.events.emit("recomputed", core.id, tokens=report.recomputed_tokens, seconds=seconds, **estimates)
+        elif report.reason is not None:
+            kind, tokens = report.reason.split(":")[0], report.recomputed_tokens
+            self.events.emit("fallback", core.id, reason=kind, detail=report.reason, tokens=tokens, **estimates)
 
     def demoted(self, core: SessionCore, tier: Tier, nbytes: int) -> None:
         """It left the device, which has so many bytes more."""

@@ -14,6 +14,7 @@ from agentkv.engine.job import Job
 from agentkv.engine.loading import LoadedModel
 from agentkv.kv.contract import CapturedPart, SequenceKV
 from agentkv.sessions.core import SessionCore
+from agentkv.sessions.rates import Rates
 from agentkv.sessions.waiting import outlast
 from agentkv.types import Placement
 
@@ -38,7 +39,7 @@ def replay_is_cheap(core: SessionCore, length: int, reason: str | None) -> bool:
 
 
 async def recompute_retained(
-    kv: SequenceKV, ledger: array[int], wanted: Placement, pinned: int, model: LoadedModel
+    kv: SequenceKV, ledger: array[int], wanted: Placement, pinned: int, model: LoadedModel, rates: Rates
 ) -> dict[int, tuple[CapturedPart, ...]]:
     """Fill ``kv``, empty or with the first of them, with the tokens of ``wanted``; what lies between is passed over.
 
@@ -52,7 +53,7 @@ async def recompute_retained(
             points = [pinned] if span.start < pinned <= span.stop else []
             feed = ledger[kv.length : span.stop]
             if feed:
-                windows.update(await computed(Job(kv, feed, model.piece, points), model))
+                windows.update(await computed(Job(kv, feed, model.piece, points), model, rates))
                 kv.settle()
         if kv.length < wanted.length:
             kv.skip(ledger[kv.length : wanted.length])
@@ -62,8 +63,11 @@ async def recompute_retained(
     return windows
 
 
-async def computed(job: Job, model: LoadedModel) -> dict[int, tuple[CapturedPart, ...]]:
-    """Run a job that generates nothing; the sliding windows at its resume points. A cancelled one may have ended."""
+async def computed(job: Job, model: LoadedModel, rates: Rates) -> dict[int, tuple[CapturedPart, ...]]:
+    """Run and measure a job that generates nothing; the sliding windows at its resume points.
+
+    A cancelled one may have ended.
+    """
     handle = model.engine.submit(job)
     try:
         result = await handle.finished()
@@ -72,4 +76,5 @@ async def computed(job: Job, model: LoadedModel) -> dict[int, tuple[CapturedPart
         await outlast(handle.finished())  # the model thread may still be writing
         raise
     assert result is not None
+    rates.prefilled(len(job.feed), result.prefill_seconds)
     return dict(result.windows)

@@ -69,6 +69,7 @@ def runtime_stats(sessions: Sessions, opened: float) -> RuntimeStats:
         computed_tokens=engine.computed_tokens,
         storage_error=tiers.behind.storage_error,
         byte_seconds=dict(by_agent),
+        rates=tiers.residency.rates.told(1000),
     )
 
 

@@ -189,6 +189,7 @@ class AgentKV:
             context=model.context_limit,
             device_budget=bytes_of(settings.device_budget, device_memory(model.adapter.device)),
             residency=residency,
+            measured=settings.restore == "measured",
             most_waiting=settings.admission_queue,
             wait_seconds=settings.admission_seconds,
             idle_seconds=settings.idle_seconds,

@@ -33,8 +33,9 @@ class Held:
 class Counts:
     """One session's, or all sessions' together. Tokens and seconds.
 
-    ``restores``: by ``source:outcome``, where the outcome is ``whole``, ``partial`` or ``none``. ``seconds_saved``:
-    expected prefill of what was reused, less what restoring took.
+    ``restores``: by ``source:outcome``, where the outcome is ``whole``, ``partial`` or ``none``, or ``chosen`` where
+    computing was expected to be faster. ``fallbacks``: faults, by reason. ``seconds_saved``: expected prefill of what
+    was reused, less what restoring took.
     """
 
     turns: int = 0
@@ -57,8 +58,8 @@ class Counts:
     def restore(self, report: RestoreReport, recompute: float | None) -> None:
         """KV came back, or did not; ``recompute``: expected seconds of computing what was reused."""
         outcome = "whole" if report.reason is None else "partial" if report.tokens else "none"
-        self.restores[f"{report.source}:{outcome}"] += 1
-        if report.reason is not None:
+        self.restores[f"{report.source}:{'chosen' if report.chosen else outcome}"] += 1
+        if report.reason is not None and not report.chosen:
             self.fallbacks[report.reason.split(":")[0]] += 1
         if recompute is not None and report.tokens:
             self.seconds_saved += recompute - report.seconds
@@ -96,7 +97,8 @@ class RuntimeStats:
 
     ``sessions``: those touched since then, by state. ``known_tokens``: those whose KV the turn before had left;
     ``hit_rate``: the share of them that was not computed again, ``None`` before the first. ``waiting``: turns without
-    memory yet. ``byte_seconds``: device memory by agent (``""``: without a name).
+    memory yet. ``byte_seconds``: device memory by agent (``""``: without a name). ``rates``: what was measured, as
+    seconds for 1,000 tokens: ``prefill``, and restores from ``host`` and ``disk``.
     """
 
     uptime: float
@@ -117,3 +119,4 @@ class RuntimeStats:
     computed_tokens: int
     storage_error: str | None
     byte_seconds: Mapping[str, float]
+    rates: Mapping[str, float]

@@ -13,6 +13,7 @@ from agentkv.bench.stream import step
 from agentkv.engine.retention import Retention
 from agentkv.kv.contract import SequenceKV
 from agentkv.policies.retention import SinkWindow
+from agentkv.sessions.rates import Rates
 from agentkv.sessions.recompute import recompute_retained
 from agentkv.types import Span
 
@@ -42,7 +43,7 @@ async def test_perplexity_after_a_retained_recompute_is_near_that_of_the_lost_st
         lost = layout.open(0, WINDOW)
         await model.engine.call(lambda: feed(lost, FED))
         again = layout.open(0, WINDOW)
-        await recompute_retained(again, lost.ids[:], lost.placement, len(head), model)
+        await recompute_retained(again, lost.ids[:], lost.placement, len(head), model, Rates())
         assert again.placement.kept == lost.placement.kept
         assert again.length == lost.length == FED
         found = []
