@@ -108,6 +108,10 @@ class SamplingParams(BaseModel):
             raise InvalidRequest(
                 f"ignore_eos: an output with a {self.constraint.param} ends where that ends", param="ignore_eos"
             )
+        if self.beams > 1 and self.constraint is not None:
+            raise Unsupported(
+                f"beams={self.beams} with a {self.constraint.param}", "sample, or leave beams at 1", param="beams"
+            )
         return self
 
 
