@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import AgentKVError
 from agentkv.policies.retention import Full, RetentionPolicy, SinkWindow, SlidingWindow, TurnWindow
-from agentkv.types import RestoreReport, SuspendReport, Usage
+from agentkv.types import ExportReport, ImportReport, RestoreReport, SuspendReport, Usage
 
 if TYPE_CHECKING:
     from agentkv.schemas.replies import Done, Item, Reply, SessionInfo, TextDelta
@@ -27,8 +27,10 @@ __all__ = [
     "AgentKV",
     "AgentKVError",
     "Done",
+    "ExportReport",
     "Full",
     "HintOutcome",
+    "ImportReport",
     "Item",
     "LifecycleEvent",
     "Reply",

@@ -3,6 +3,7 @@
 AgentKVError
 ├── InvalidRequest              an argument that cannot be served (also a ValueError); names the parameter
 │   ├── ContextTooLong          more tokens than model and policy allow
+│   ├── ImportRefused           a file that is no export of a session, or not whole, or altered
 │   ├── TemplateError           the chat template refused these messages
 │   └── Unsupported             a model or feature that is refused by name
 ├── NotFound                    (also a LookupError)
@@ -34,6 +35,7 @@ __all__ = [
     "DatabaseUnavailable",
     "EngineFailed",
     "HomeLocked",
+    "ImportRefused",
     "InvalidRequest",
     "ModelNotFound",
     "ModelUnavailable",
@@ -70,6 +72,25 @@ class ContextTooLong(InvalidRequest):
         self.tokens = tokens
         self.limit = limit
         self.advice = advice
+
+
+class ImportRefused(InvalidRequest):
+    """The file at ``path`` is not taken in; nothing of it is kept.
+
+    ``reason`` is one of ``unreadable``, ``format`` (no such file, or one that contradicts itself), ``version``,
+    ``truncated``, ``checksum``.
+    """
+
+    def __init__(self, path: str, reason: str, detail: str) -> None:
+        advice = {
+            "truncated": "; copy or export it again",
+            "checksum": "; copy or export it again",
+            "version": "; use the version of agentkv that wrote it, or a newer one",
+        }
+        super().__init__(f"{path} is not imported: {reason}: {detail}{advice.get(reason, '')}", param="path")
+        self.path = path
+        self.reason = reason
+        self.detail = detail
 
 
 class TemplateError(InvalidRequest):

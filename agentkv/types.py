@@ -8,11 +8,15 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from agentkv.rope import Rotation
 
 __all__ = [
+    "ExportReport",
     "Fingerprints",
     "FinishReason",
+    "ImportReport",
     "KVGeometry",
     "LayerGroup",
     "Placement",
@@ -26,7 +30,7 @@ __all__ = [
     "without",
 ]
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Span(NamedTuple):
@@ -264,3 +268,37 @@ class SuspendReport:
     chunks_written: int
     tokens: int
     details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What one export wrote to ``path``: ``nbytes``, with ``tokens`` of ledger.
+
+    Of the tokens that the session held, ``kv_tokens`` have their KV in the file, in ``chunks`` chunks. ``reason``: why
+    that is not all of them, else ``None``; the others are computed where the file is imported.
+    """
+
+    session_id: str
+    path: Path
+    nbytes: int
+    tokens: int
+    kv_tokens: int
+    chunks: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What one import made of a file: session ``session_id`` with ``tokens`` of ledger, a copy of ``imported_from``.
+
+    Its next turn reuses the KV of ``kv_tokens``, of ``nbytes`` in ``chunks`` new chunks. ``reason``: why not of all
+    that it had held, else ``None``; the others are computed.
+    """
+
+    session_id: str
+    imported_from: str
+    tokens: int
+    kv_tokens: int
+    chunks: int
+    nbytes: int
+    reason: str | None

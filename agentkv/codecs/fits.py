@@ -20,6 +20,10 @@ class Codecs:
         self._fitted = {(fit.codec, fit.digest): CODECS.get(fit.codec).fitted(fit) for fit in fits}
         self._current = dict(current or {})
 
+    def adopt(self, fit: Fit) -> None:
+        """Decode what names ``fit``, too. ``ValueError`` where it does not hold together."""
+        self._fitted[fit.codec, fit.digest] = CODECS.get(fit.codec).fitted(fit)
+
     def encoder(self, name: str) -> Codec:
         """The codec called ``name``, fitted where the model was calibrated. ``InvalidRequest`` lists the known ones."""
         fitted = self._fitted.get((name, self._current.get(name, "")))

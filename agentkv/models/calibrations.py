@@ -14,8 +14,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from agentkv.logs import Log
 from agentkv.models.fingerprints import weights_digest_of_state_dict
 from agentkv.models.gate import Calibration, current_fits
 
-__all__ = ["StoredCalibration", "load_calibration", "save_calibration"]
+__all__ = ["StoredCalibration", "fit_path", "keep_fit", "load_calibration", "save_calibration"]
 
 log = Log(__name__)
 
@@ -83,9 +83,7 @@ def save_calibration(home: Path, report: Calibration, fits: Sequence[Fit] = ()) 
     try:
         _make_folder(folder)
         for fit in fits:
-            if not re.fullmatch("[0-9a-f]{8,128}", fit.digest):
-                raise ValueError(f"a fit is named by hexadecimal digits, not {fit.digest!r}")
-            _write(folder / f"{fit.digest}{_SUFFIX}", _packed(fit))
+            _write(fit_path(home, report.kv_fingerprint, fit.digest), _packed(fit))
         _write(folder / _REPORT, (report.model_dump_json(indent=2) + "\n").encode())
         _sync(folder)
     except OSError as error:
@@ -93,6 +91,37 @@ def save_calibration(home: Path, report: Calibration, fits: Sequence[Fit] = ()) 
             f"the calibration cannot be written to {folder}: {error.strerror}; free space, or choose another --home"
         ) from error
     return folder
+
+
+def fit_path(home: Path, kv_fingerprint: str, digest: str) -> Path:
+    """Where a model's fit lies, if it is here. ``ValueError`` for what names none."""
+    if not re.fullmatch("[0-9a-f]{8,128}", digest):
+        raise ValueError(f"a fit is named by hexadecimal digits, not {digest!r}")
+    return calibration_folder(home, kv_fingerprint) / f"{digest}{_SUFFIX}"
+
+
+def keep_fit(home: Path, kv_fingerprint: str, digest: str, content: bytes) -> tuple[Fit, bool]:
+    """Keep a fit that comes from another home beside this one's own. Durable when it returns. Blocking.
+
+    Returns it, and whether it is new here. No codec encodes with it: the report decides on that. ``ValueError`` where
+    ``content`` is no fit of that name, or this home has another one under it; ``StorageFull`` as ``save_calibration``.
+    """
+    path = fit_path(home, kv_fingerprint, digest)
+    try:
+        _make_folder(path.parent)
+        with _written(path.parent, content) as temporary:
+            fit = _unpacked(temporary, digest)
+            CODECS.get(fit.codec).fitted(fit)
+            held = _held(path, digest)
+            if held is not None:
+                if _says(held) != _says(fit):
+                    raise ValueError(f"this home has another fit {digest}")
+                return held, False
+            temporary.replace(path)
+        _sync(path.parent)
+    except OSError as error:
+        raise StorageFull(f"a fit cannot be written to {path.parent}: {error.strerror}; free space there") from error
+    return fit, True
 
 
 def _report(path: Path, kv_fingerprint: str, fits: set[str], warnings: list[str]) -> Calibration | None:
@@ -131,7 +160,7 @@ def _fits(folder: Path, warnings: list[str]) -> list[Fit]:
         if path.name.startswith("."):
             continue
         try:
-            fit = _unpacked(path)
+            fit = _unpacked(path, path.name.removesuffix(_SUFFIX))
             CODECS.get(fit.codec).fitted(fit)
             found.append(fit)
         except (OSError, ValueError, AgentKVError) as error:
@@ -150,8 +179,16 @@ def _packed(fit: Fit) -> bytes:
     return save(tensors, metadata | {"seal": _seal(metadata, tensors)})
 
 
-def _unpacked(path: Path) -> Fit:
-    """``ValueError`` for what is not a fit that ``_packed`` wrote, bit for bit."""
+def _held(path: Path, digest: str) -> Fit | None:
+    """The fit that lies there; ``None`` where none does, or a damaged one."""
+    try:
+        return _unpacked(path, digest)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _unpacked(path: Path, digest: str) -> Fit:
+    """``ValueError`` for what is not a fit of that digest as ``_packed`` wrote it, bit for bit."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -161,9 +198,9 @@ def _unpacked(path: Path) -> Fit:
     except SafetensorError as error:
         raise ValueError(f"not a safetensors file: {error}") from None
     seal = metadata.pop("seal", None)
-    if metadata.get("agentkv") != _FIT_FORMAT or seal is None:
+    if metadata.get("agentkv") != _FIT_FORMAT or seal is None or not {"codec", "facts"} <= metadata.keys():
         raise ValueError("not a fit that this version of agentkv wrote")
-    if seal != _seal(metadata, tensors) or path.name != f"{metadata['digest']}{_SUFFIX}":
+    if seal != _seal(metadata, tensors) or metadata.get("digest") != digest:
         raise ValueError("its content or name was changed")
     return Fit(metadata["codec"], metadata["digest"], tensors, json.loads(metadata["facts"]))
 
@@ -172,6 +209,11 @@ def _seal(metadata: dict[str, str], tensors: dict[str, Any]) -> str:
     """Digest of all that a fit file says."""
     named = json.dumps([metadata, weights_digest_of_state_dict(tensors)], sort_keys=True)
     return blake3(named.encode()).hexdigest()
+
+
+def _says(fit: Fit) -> tuple[str, str]:
+    """What a fit is to a codec, without the facts about its making."""
+    return fit.codec, weights_digest_of_state_dict(dict(fit.tensors))
 
 
 def _make_folder(folder: Path) -> None:
@@ -189,14 +231,21 @@ def _make_folder(folder: Path) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     """Temporary name, fsync, rename; the folder's fsync is the caller's."""
-    temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+    with _written(path.parent, content) as temporary:
+        temporary.replace(path)
+
+
+@contextmanager
+def _written(folder: Path, content: bytes) -> Iterator[Path]:
+    """A temporary file with that content, synced; gone afterwards where it was not renamed."""
+    temporary = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        yield temporary
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ from agentkv.sessions.db.records import (
 from agentkv.sessions.db.repository import Repository
 from agentkv.storage.blobs import BlobStore
 from agentkv.storage.chunkfile import HEAD_LIMIT, ChunkHeader, read_header
-from agentkv.storage.naming import LedgerChain, ids_bytes, lookup_key, tenant_salt
+from agentkv.storage.naming import LedgerChain, ids_bytes, imported_quality, lookup_key, tenant_salt
 from agentkv.types import Span, union, without
 
 __all__ = ["RebuildReport", "adopt_orphans"]
@@ -183,12 +183,13 @@ def _is_of(header: ChunkHeader, ledger: array[int], stop: int) -> bool:
 
 
 def _may_serve(header: ChunkHeader, record: SessionRecord, salt: bytes) -> bool:
-    """A session that is kept exactly takes only chunks that no lossy codec or layout took part in; another one also
-    those of its own codec. What ``auto`` stands for is not known here: within its gate any will do."""
+    """A session that is kept exactly takes only chunks that no lossy codec or layout took part in, or that were
+    imported with it; another one also those of its own codec. What ``auto`` stands for is not known here: within its
+    gate any will do."""
     if record.idle_codec not in set(CODECS):
         return True
     layouts = "+".join(header.ancestors)
-    qualities = {""}
+    qualities = {"", imported_quality(record.id)}
     if not CODECS.get(record.idle_codec).exact:
         qualities |= {layouts, "+".join(filter(None, (layouts, record.idle_codec)))}
     return header.lookup_key in {

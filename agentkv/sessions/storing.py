@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,9 +20,9 @@ from agentkv.sessions.db.records import ChunkCondemned, ChunkRecord, Manifest, S
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.snapshots import Snapshot
 from agentkv.storage.blobs import BlobStore
-from agentkv.storage.chunkfile import ChunkMeta, EncodedChunk, encode_chunk
+from agentkv.storage.chunkfile import ChunkHeader, ChunkMeta, EncodedChunk, encode_chunk
 from agentkv.storage.faultpoints import fault_point
-from agentkv.storage.naming import LedgerChain, ids_bytes, lookup_key
+from agentkv.storage.naming import LedgerChain, ids_bytes, imported_quality, lookup_key
 from agentkv.types import KVGeometry, Span
 
 __all__ = ["ChunkWriter", "StoreReport", "chains"]
@@ -60,20 +62,21 @@ class ChunkWriter:
         """``auto``: the codec that ``"auto"`` stands for. ``layout``: the live layout's name where it is lossy."""
         self._repository = repository
         self._blobs = blobs
-        self._executor = executor
-        self._geometry = geometry
+        self.executor = executor
+        self.geometry = geometry
         self.kv_fingerprint = kv_fingerprint
         self._salt = salt
-        self._tenant = tenant
-        self._codecs = codecs
+        self.tenant = tenant
+        self.codecs = codecs
         self.auto = auto
         self._layout = layout
         self.tenant_digest = blake3(salt).hexdigest()[:40]
         self._collecting = asyncio.Lock()
+        self._spared: Counter[str] = Counter()
 
     def codec(self, name: str) -> Codec:
         """What a session's ``idle_codec`` stands for. ``InvalidRequest`` lists the known ones."""
-        return self._codecs.encoder(self.auto if name == "auto" else name)
+        return self.codecs.encoder(self.auto if name == "auto" else name)
 
     def sealed(self, manifest: Manifest) -> int:
         """Where the last chunk ends that a lossy codec has encoded; 0 where none has."""
@@ -100,17 +103,29 @@ class ChunkWriter:
             quality=quality,
         )
 
+    def imported_key(self, header: ChunkHeader, session_id: str) -> str:
+        """The lookup key of a chunk that came with a session from another home: no other session ever looks for it."""
+        return lookup_key(
+            self._salt,
+            header.kv_fingerprint,
+            start=header.start,
+            stop=header.stop,
+            chain=header.chain,
+            lineage=header.lineage,
+            quality=imported_quality(session_id),
+        )
+
     def encode(self, snapshot: Snapshot, span: Span, chain: tuple[str, str], name: str) -> EncodedChunk:
         """One chunk, in memory. Blocking."""
         placement, codec = snapshot.placement, self.codec(name)
-        lossless = codec if codec.exact else self._codecs.encoder("exact")
+        lossless = codec if codec.exact else self.codecs.encoder("exact")
         # What lies before the first gap was computed before anything was evicted.
         lineage = "" if span.stop <= placement.whole_prefix else placement.lineage
         meta = ChunkMeta(
             kv_fingerprint=self.kv_fingerprint,
             tenant=self.tenant_digest,
             lookup_key=self.key(span, chain[1], codec, lineage),
-            geometry=self._geometry,
+            geometry=self.geometry,
             span=span,
             chain_start=chain[0],
             chain=chain[1],
@@ -128,7 +143,7 @@ class ChunkWriter:
         spans = snapshot.spans()
         pairs = chains(snapshot.ids, spans)
         jobs = [
-            loop.run_in_executor(self._executor, self.encode, snapshot, span, chain, codec)
+            loop.run_in_executor(self.executor, self.encode, snapshot, span, chain, codec)
             for span, chain in zip(spans, pairs, strict=True)
         ]
         return list(await asyncio.gather(*jobs))
@@ -148,12 +163,12 @@ class ChunkWriter:
         size = _BATCH if snapshot.void() is None else max(1, len(spans))
         for first in range(0, len(spans), size):
             batch = [
-                loop.run_in_executor(self._executor, self.encode, snapshot, span, chain, codec)
+                loop.run_in_executor(self.executor, self.encode, snapshot, span, chain, codec)
                 for span, chain in zip(spans[first : first + size], pairs[first : first + size], strict=True)
             ]
             encoded = await asyncio.gather(*batch)
             fault_point("store.encoded")
-            await self._put(encoded)
+            await self.put(encoded)
             fault_point("store.before_manifest")
             last = first + size >= len(spans)
             replaced += await self._append(session_id, encoded, snapshot, last)
@@ -177,13 +192,13 @@ class ChunkWriter:
             log.error("chunks_not_deleted", session=session_id, **fault(error))
             return 0
 
-    async def _put(self, encoded: Sequence[EncodedChunk]) -> None:
+    async def put(self, encoded: Sequence[EncodedChunk]) -> None:
         """The files, durable. Where they do not fit, KV of other models makes room, the longest unused first."""
         items = [(chunk.id, chunk.buffers) for chunk in encoded]
         loop = asyncio.get_running_loop()
         while True:
             try:
-                await loop.run_in_executor(self._executor, self._blobs.put_many, items)
+                await loop.run_in_executor(self.executor, self._blobs.put_many, items)
                 return
             except StorageFull:
                 if not await self._repository.release_foreign(self.kv_fingerprint):
@@ -199,7 +214,7 @@ class ChunkWriter:
             ChunkRecord(
                 chunk.id,
                 chunk.header.lookup_key,
-                self._tenant,
+                self.tenant,
                 self.kv_fingerprint,
                 chunk.header.span,
                 chunk.header.codec,
@@ -217,11 +232,11 @@ class ChunkWriter:
         except ChunkCondemned:
             # The same bytes were being deleted. Finish that deletion, then write them again.
             await self.collect_garbage()
-            await self._put(encoded)
+            await self.put(encoded)
             replaced = await write()
         # Such a deletion may have ended in between, and taken the new file. From here on it cannot be claimed.
-        if lost := await asyncio.get_running_loop().run_in_executor(self._executor, self._missing, encoded):
-            await self._put(lost)
+        if lost := await asyncio.get_running_loop().run_in_executor(self.executor, self._missing, encoded):
+            await self.put(lost)
         return replaced
 
     def _missing(self, encoded: Sequence[EncodedChunk]) -> list[EncodedChunk]:
@@ -236,11 +251,21 @@ class ChunkWriter:
         loop = asyncio.get_running_loop()
         freed = 0
         async with self._collecting:
-            while claimed := await self._repository.claim_garbage(100):
-                freed += await loop.run_in_executor(self._executor, self._delete, claimed)
+            while claimed := await self._repository.claim_garbage(100, frozenset(self._spared)):
+                freed += await loop.run_in_executor(self.executor, self._delete, claimed)
                 fault_point("gc.before_forget")
                 await self._repository.forget_chunks(claimed)
         return freed
+
+    @contextmanager
+    def spared(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside, these chunks' files stay, whoever gives them up."""
+        mine = Counter(set(names))
+        self._spared += mine
+        try:
+            yield
+        finally:
+            self._spared -= mine
 
     def _delete(self, names: Sequence[str]) -> int:
         # Others may be writing: what is used in all would not say what these were.

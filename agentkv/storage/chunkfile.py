@@ -23,7 +23,7 @@ from agentkv.codecs import Codec, Codecs, KVBlock, MissingFit
 from agentkv.codecs.words import block_dtype
 from agentkv.errors import ChunkFault, InvalidRequest
 from agentkv.storage import naming
-from agentkv.storage.blobs import Buffer
+from agentkv.storage.blobs import Buffer, parts_nbytes
 from agentkv.storage.chunkheader import FORMAT, MAX_CHUNK_TOKENS, ChunkHeader, ChunkMeta, GroupEntry, PartEntry
 from agentkv.types import KVGeometry, Span
 
@@ -38,6 +38,7 @@ __all__ = [
     "check",
     "decode_part",
     "encode_chunk",
+    "pack_chunk",
     "read_header",
     "verify",
 ]
@@ -67,7 +68,7 @@ class EncodedChunk:
 
     id: str
     nbytes: int
-    buffers: tuple[bytes, ...]
+    buffers: tuple[Buffer, ...]
     header: ChunkHeader
 
     def tobytes(self) -> bytes:
@@ -124,14 +125,19 @@ def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> Encode
             "parts": tuple(table),
         }
     )
+    return pack_chunk(header, payloads)
+
+
+def pack_chunk(header: ChunkHeader, payload: Sequence[Buffer]) -> EncodedChunk:
+    """The file of a header and its parts, as they are encoded already: they are not looked at."""
     text = json.dumps(header.model_dump(), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > _HEADER_LIMIT:
         raise ValueError(f"a chunk header of {len(text):,} bytes is over the limit of {_HEADER_LIMIT:,}")
     prefix = _PREFIX.pack(_MAGIC, FORMAT, len(text))
     digest = blake3(prefix + text).digest()
-    buffers = (prefix + digest + text, *payloads)
-    header = header.named(naming.chunk_id(meta.lookup_key, digest))
-    return EncodedChunk(header.chunk_id, sum(map(len, buffers)), buffers, header)
+    buffers = (prefix + digest + text, *payload)
+    header = header.named(naming.chunk_id(header.lookup_key, digest))
+    return EncodedChunk(header.chunk_id, parts_nbytes(buffers), buffers, header)
 
 
 def read_header(buf: Buffer, chunk_id: str, *, nbytes: int | None = None) -> ChunkHeader:

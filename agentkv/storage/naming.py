@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-__all__ = ["NAME_DIGITS", "Ids", "LedgerChain", "chain_hash", "chunk_id", "ids_bytes", "lookup_key", "tenant_salt"]
+__all__ = [
+    "NAME_DIGITS",
+    "Ids",
+    "LedgerChain",
+    "chain_hash",
+    "chunk_id",
+    "ids_bytes",
+    "imported_quality",
+    "lookup_key",
+    "tenant_salt",
+]
 
 NAME_DIGITS = 40
 
@@ -93,6 +103,11 @@ def lookup_key(
     """
     fields = (str(start), str(stop), chain, lineage, quality)
     return _hash(_LOOKUP, salt, kv_fingerprint, *fields).hexdigest()[:NAME_DIGITS]
+
+
+def imported_quality(session_id: str) -> str:
+    """The ``quality`` of KV that came with a session from another home. Nobody vouches for it: it is that session's."""
+    return f"imported:{session_id}"
 
 
 def chunk_id(key: str, payload_digest: bytes) -> str:

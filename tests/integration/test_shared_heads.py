@@ -497,15 +497,15 @@ async def test_a_file_that_a_sweep_took_between_put_and_manifest_is_written_agai
         names = await head(kv, first)
         await repository.delete_session(first.id)
         claimed = await repository.claim_garbage()
-        put = writer._put
+        put = writer.put
 
         async def put_then_swept(encoded: Any) -> None:
             await put(encoded)
-            writer._put = put  # type: ignore[method-assign]
+            writer.put = put  # type: ignore[method-assign]
             writer._delete(claimed)
             await repository.forget_chunks(claimed)
 
-        writer._put = put_then_swept  # type: ignore[method-assign]
+        writer.put = put_then_swept  # type: ignore[method-assign]
         second = await kv.sessions.create(system="You are terse.")
         await asked(second, "Hello")
         await written(kv)

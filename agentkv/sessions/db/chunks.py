@@ -85,10 +85,12 @@ def _uses() -> ScalarSelect[int]:
     return select(func.count()).where(SegmentRow.chunk_id == ChunkRow.id).correlate(ChunkRow).scalar_subquery()
 
 
-def claim_garbage(db: Session, limit: int) -> list[str]:
-    """Up to ``limit`` chunks that the caller may delete now: fresh ones, then those claimed and never forgotten."""
+def claim_garbage(db: Session, limit: int, spared: frozenset[str]) -> list[str]:
+    """Up to ``limit`` chunks that the caller may delete now: fresh ones, none of ``spared``, then those claimed and
+    never forgotten."""
     unused = select(ChunkRow).where(ChunkRow.refs == 0).order_by(ChunkRow.id).with_for_update()
-    fresh = list(db.scalars(unused.where(~ChunkRow.deleting).limit(limit)))
+    found = db.scalars(unused.where(~ChunkRow.deleting).limit(limit + len(spared)))
+    fresh = [row for row in found if row.id not in spared][:limit]
     left_over = list(db.scalars(unused.where(ChunkRow.deleting).limit(limit - len(fresh))))
     for row in fresh:
         row.deleting = True
