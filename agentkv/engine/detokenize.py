@@ -6,7 +6,7 @@ and decodes an endless run of broken bytes in quadratic time; so the window is k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ class TextStream:
 
     Held back are incomplete UTF-8 characters, and text that may be the beginning of a stop string. Of several stop
     strings the one that is complete first counts, and of those the longest; so the result does not depend on how the
-    text was tokenised. With ``skip_special`` special tokens have no text, and no stop string can match them.
+    text was tokenised. With ``skip_special`` special tokens have no text, and no stop string can match them; with
+    ``hidden`` those ids alone have none.
     """
 
     def __init__(
@@ -41,13 +42,15 @@ class TextStream:
         stop: Sequence[str] = (),
         *,
         skip_special: bool = True,
+        hidden: Collection[int] | None = None,
         context: Sequence[int] = (),
     ) -> None:
         """``context``: the ids before the reply; with them a SentencePiece word keeps its leading space."""
         if not all(stop):
             raise InvalidRequest("stop: an empty string would stop before the first token", param="stop")
         self._backend = backend_of(tokenizer)
-        self._skip_special = skip_special
+        self._skip_special = skip_special and hidden is None
+        self._hidden = hidden or ()
         self._stop = tuple(stop)
         # The window is [said tokens | pending tokens]; `_said` is the text of the first part.
         self._window: list[int] = list(context[-_CONTEXT_TOKENS:])
@@ -83,7 +86,8 @@ class TextStream:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=self._skip_special)
+        shown = [i for i in ids if i not in self._hidden] if self._hidden else ids
+        return self._backend.decode(shown, skip_special_tokens=self._skip_special)
 
     def _advance(self) -> str:
         """Text that the pending tokens make certain; empty while they end inside a character."""

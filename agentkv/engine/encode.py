@@ -19,7 +19,7 @@ from agentkv.errors import TemplateError, Unsupported
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["BREAK", "Encoded", "Encoder", "backend_of"]
+__all__ = ["BREAK", "Encoded", "Encoder", "backend_of", "special_tokens"]
 
 BREAK = "\ufdd0"
 """A Unicode noncharacter, never part of interchanged text. In message text it is replaced by U+FFFD."""
@@ -33,6 +33,12 @@ def backend_of(tokenizer: Any) -> Tokenizer:
             f"tokenizer {type(tokenizer).__name__}", "it has no tokenizers backend (tokenizer.json)", param="model"
         )
     return backend  # type: ignore[no-any-return]
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokenizer's special tokens: their strings and ids."""
+    added = backend_of(tokenizer).get_added_tokens_decoder()
+    return {token.content: index for index, token in added.items() if token.special and token.content}
 
 
 @dataclass(frozen=True, slots=True)

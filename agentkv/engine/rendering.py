@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 
@@ -144,6 +145,20 @@ class Renderer:
             if all(text in shown for text in (name, value, answer)):
                 return form
         return None
+
+    def written_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """How the template writes a reply that makes this call; ``None`` where ``toolblocks`` write calls.
+
+        Raises ``TemplateError``.
+        """
+        if self.tool_form is None:
+            return None
+        call = ToolCall(id="call_0123456789abcdef", name=name, arguments=dict(arguments))
+        calling = {**assistant(""), "tool_calls": [self.tool_form.call(call)]}
+        tools = [probe_tool(name)]
+        opened, written = self.render([OPENING], tools, prompt=True), self.render([OPENING, calling], tools)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, written, strict=False)))
+        return written[common:]
 
     @cached_property
     def _alternates(self) -> bool:

@@ -123,6 +123,10 @@ class ChatTemplate:
         """Whether there is a template, so that messages can be sent."""
         return self.source is not None
 
+    def written_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
+        """How the template writes a reply that makes this call; ``None`` where ``toolblocks`` write calls."""
+        return None if self.source is None else self._renderer.written_call(name, arguments)
+
     def head(self) -> HeadRender:
         """The system span, including a system prompt that the template injects and the beginning-of-sequence token.
 

@@ -36,6 +36,13 @@ class ToolCall(BaseModel):
     name: str
     arguments: dict[str, Any] | str
 
+    @property
+    def arguments_text(self) -> str:
+        """The arguments as JSON text, or as the text that is none."""
+        if isinstance(self.arguments, str):
+            return self.arguments
+        return json.dumps(self.arguments, ensure_ascii=False)
+
     def canonical(self) -> dict[str, Any]:
         """A JSON-able dict with all fields."""
         return {"id": self.id, "name": self.name, "arguments": self.arguments}
@@ -249,6 +256,10 @@ def _tool_call(call: Any, where: str) -> ToolCall:
     if kind != "function":
         raise Unsupported(f"tool call type {kind!r}", f"{where}: only functions can be called", param=f"{where}.type")
     function = call.get("function")
+    if function is None and "name" in call:
+        # As an item's content has it.
+        function = {name: call[name] for name in ("name", "arguments") if name in call}
+        call = {name: value for name, value in call.items() if name not in function}
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{where}.function must be an object with name and arguments", param=f"{where}.function")
     _refuse_others(call, ("id", "type", "function", "index"), where)

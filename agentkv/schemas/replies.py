@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from agentkv.schemas.messages import ToolCall
 from agentkv.types import FinishReason, RestoreReport, SessionState, Span, Tier, Usage
 
-__all__ = ["Done", "Event", "Item", "ItemState", "Logprob", "Reply", "SessionInfo", "TextDelta"]
+__all__ = ["Done", "Event", "Item", "ItemState", "Logprob", "Reply", "SessionInfo", "TextDelta", "ToolCallEvent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Reply:
     """One committed turn's answer.
 
     ``ids``: the generated tokens, an end token included. ``ttft_seconds``: from the call to the first token,
-    restoring included. ``seed``: what reproduces it; ``None`` for greedy decoding.
+    restoring included. ``seed``: what reproduces it; ``None`` for greedy decoding. ``tool_calls``: what the model
+    calls, no part of ``text``; ``finish_reason`` is then ``tool_calls``, unless the reply was cut (``length``).
     """
 
     session_id: str
@@ -57,6 +59,7 @@ class Reply:
     ids: tuple[int, ...]
     logprobs: tuple[Logprob, ...] | None = None
     seed: int | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,15 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallEvent:
+    """A tool call is complete: the reply's ``index``-th, from 0. ``text`` is empty, as in ``Done``."""
+
+    call: ToolCall
+    index: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The last event: the turn is committed. ``text`` is empty, so that printing every event prints the reply."""
 
@@ -74,7 +86,7 @@ class Done:
     text: str = ""
 
 
-Event = TextDelta | Done
+Event = TextDelta | ToolCallEvent | Done
 
 
 @dataclass(frozen=True, slots=True)
