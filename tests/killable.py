@@ -124,11 +124,18 @@ async def run(
     max_tokens: int,
     suspend_after: list[int],
     doomed: str | None = None,
+    file: str | None = None,
 ) -> None:
-    """Turns on an existing session, each reported once it is told; suspends after some; at last deletes ``doomed``."""
+    """Turns on an existing session, each reported once it is told; suspends after some; at last deletes ``doomed``.
+
+    ``file``: imported first, and the session then.
+    """
     from homes import opened
 
     async with opened(Path(home), model) as kv:
+        if file is not None:
+            session = (await kv.sessions.import_(file)).id
+            say(out, {"imported": session})
         talk = await kv.sessions.get(session)
         say(out, {"open": True})
         for i, ids in enumerate(inputs):

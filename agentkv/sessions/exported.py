@@ -357,7 +357,8 @@ def parse_header(header: bytes) -> ExportedSession:
     except ValidationError as error:
         what = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, what["loc"]))
-        raise ValueError(f"{where}: {what['msg']}" if where else str(what["msg"])) from None
+        said = str(what["msg"]).removeprefix("Value error, ")
+        raise ValueError(f"{where}: {said}" if where else said) from None
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
 

@@ -153,7 +153,7 @@ class Importer:
         ids, known = np.frombuffer(file.ledger, dtype=np.int32), self._model.adapter.vocab_size
         if len(ids) and not (ids.min() >= 0 and ids.max() < known):
             raise InvalidRequest(
-                f"{file.container.path} holds token ids up to {ids.max()}, of which the vocabulary of "
+                f"{file.container.path} holds token ids from {ids.min()} to {ids.max()}, and the vocabulary of "
                 f"{self._model.name!r} has {known:,}: open the runtime with the model that it is from",
                 param="path",
             )

@@ -51,7 +51,7 @@ POINTS = {
     "blob.after_folder_fsync": 1,
 }
 """A suspend's points, and a passing that the quick tests die at."""
-OTHERS = {"turn.before_commit", "turn.after_commit", "restore.before_read"}
+OTHERS = {"turn.before_commit", "turn.after_commit", "restore.before_read", "import.before_commit"}
 QUICK = [
     ("int8", "store.before_manifest"),
     ("int8", "store.after_manifest"),
