@@ -20,6 +20,7 @@ from agentkv.sessions.session import Session
 
 __all__ = [
     "CONTEXT",
+    "byte_tokenizer",
     "chat_folder",
     "check_home",
     "check_session",
@@ -55,12 +56,13 @@ def chat_folder(root: Path, name: str = "llama", seed: int = 0, *, extra: str = 
     """As ``model_folder``, with a tiny byte-level tokenizer and a ChatML template. ``extra`` changes the tokenizer."""
     path = model_folder(root, name, seed, vocab=_CHAT_VOCAB, label=label or f"chat-{name}-{seed}{extra}")
     if not (path / "tokenizer.json").exists():
-        _tokenizer(extra).save_pretrained(path)
+        byte_tokenizer(extra).save_pretrained(path)
     return path
 
 
 @cache
-def _tokenizer(extra: str) -> PreTrainedTokenizerFast:
+def byte_tokenizer(extra: str = "") -> PreTrainedTokenizerFast:
+    """A tiny byte-level tokenizer with a ChatML template."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()

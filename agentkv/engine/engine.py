@@ -255,8 +255,9 @@ class Engine:
             slot.kv.advance(ids[slot.start : slot.stop])
         samplers = [job.generation.sampler for job in sampled if job.generation is not None]
         histories = [job.kv.ids for job in sampled]
+        allowed = [job.allowed() for job in sampled]
         with torch.inference_mode():
-            chosen = choose(logits, samplers, histories) if sampled else []
+            chosen = choose(logits, samplers, histories, allowed) if sampled else []
         tokens = {}
         for job, (token, logprob) in zip(sampled, chosen, strict=True):
             tokens[job] = token
@@ -290,10 +291,7 @@ class Engine:
                 self._scheduler.prefilled(job)
         if token is None or job.generation is None:
             return "go on"
-        job.tokens.append(token)
-        if job.generation.sink.push(token, job.logprobs[-1] if job.logprobs else None) == "stop":
-            return "stop"
-        return "length" if len(job.tokens) >= job.generation.max_tokens else "go on"
+        return job.take(token)
 
     def _finish(self, job: Job, outcome: JobResult | BaseException | None) -> None:
         self._scheduler.remove(job)

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
+from agentkv.engine.matching import Matcher
 from agentkv.engine.retention import Retention
 from agentkv.engine.sampling import Sampler, TokenLogprob
 from agentkv.kv.contract import CapturedPart, SequenceKV, Undo
@@ -28,11 +31,15 @@ class TokenSink(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What to do once the input is computed: at most ``max_tokens`` tokens, through ``sink``."""
+    """What to do once the input is computed: at most ``max_tokens`` tokens, through ``sink``.
+
+    ``matcher`` allows them, where the output follows a grammar; it is this generation's alone.
+    """
 
     sampler: Sampler
     max_tokens: int
     sink: TokenSink
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,7 @@ class Job:
     submitted: float = field(default_factory=time.perf_counter)
     started: float | None = None
     prefilled: float | None = None
+    stuck: Exception | None = None
 
     def __post_init__(self) -> None:
         if not self.feed:
@@ -118,6 +126,30 @@ class Job:
     def wants_logits(self) -> bool:
         """Whether the next step's last row is sampled."""
         return self.generation is not None and len(self.pieces) <= 1
+
+    def allowed(self) -> Tensor | None:
+        """``[V] bool``: the tokens that may come next; ``None`` for any. Where none can be named, the job is stuck."""
+        if self.generation is None or self.generation.matcher is None:
+            return None
+        try:
+            return self.generation.matcher.allowed()
+        except Exception as error:
+            self.stuck = error
+            return None
+
+    def take(self, token: int) -> FinishReason | Literal["go on"]:
+        """The next token. Whether to go on, or why it was the last; raises what keeps this job alone from going on."""
+        assert self.generation is not None
+        if self.stuck is not None:
+            raise self.stuck
+        matcher = self.generation.matcher
+        if matcher is not None:
+            matcher.advance(token)
+        self.tokens.append(token)
+        verdict = self.generation.sink.push(token, self.logprobs[-1] if self.logprobs else None)
+        if verdict == "stop" or (matcher is not None and matcher.finished):
+            return "stop"
+        return "length" if len(self.tokens) >= self.generation.max_tokens else "go on"
 
     def result(self, finish_reason: FinishReason | None, first_token: float | None) -> JobResult:
         """What the owner gets."""

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentkv.engine.adapter import ATTENTION_NAME, ModelAdapter
 from agentkv.engine.engine import Engine
+from agentkv.engine.grammars import Grammars
 from agentkv.engine.packing import pack_linears
 from agentkv.errors import InvalidRequest, ModelUnavailable
 from agentkv.kv.contract import LAYOUTS, Layout
@@ -30,7 +31,10 @@ _CPU_JOINT = 32
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to serve: its folder, adapter, layout, engine (not started), tokenizer where it has one."""
+    """A model ready to serve: its folder, adapter, layout, engine (not started), tokenizer where it has one.
+
+    ``grammars``: of outputs that have to follow a schema.
+    """
 
     name: str
     path: Path
@@ -41,6 +45,7 @@ class LoadedModel:
     fingerprints: Fingerprints
     end_ids: frozenset[int]
     piece: int
+    grammars: Grammars
 
     @property
     def forgets(self) -> bool:
@@ -95,6 +100,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
         layout.rebase_at = 0  # at each eviction: the next position is then what is held, which the window bounds
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)
     tokenizer = _tokenizer(local)
+    end_ids = _end_ids(model, tokenizer)
     return LoadedModel(
         name=local.name,
         path=local.path,
@@ -108,8 +114,9 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
             kv=kv_fingerprint(local, model.config.to_dict(), dtype=adapter.geometry.dtype),
             session=_session_fingerprint(tokenizer),
         ),
-        end_ids=_end_ids(model, tokenizer),
+        end_ids=end_ids,
         piece=piece,
+        grammars=Grammars(tokenizer, adapter.vocab_size, end_ids),
     )
 
 

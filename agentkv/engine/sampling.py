@@ -62,7 +62,7 @@ class Sampler:
         """Whether the argmax of the raw logits is the answer."""
 
     def sample(self, logits: Tensor, history: Sequence[int]) -> int:
-        """The next token from ``logits [V]`` (any dtype), given all ids of the session so far."""
+        """The next token from ``logits [V]`` (any dtype; never one of ``-inf``), given all ids of the session so far."""
         scores = logits.float()[None]
         if self._processors:
             ids = torch.tensor([list(history)] if self.needs_history else [[0]], device=logits.device)
@@ -83,12 +83,23 @@ class Sampler:
 
 
 def choose(
-    logits: Tensor, samplers: Sequence[Sampler], histories: Sequence[Sequence[int]]
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    histories: Sequence[Sequence[int]],
+    allowed: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[int, TokenLogprob | None]]:
-    """One token a row of ``logits [n, V]``; one transfer from the device for all plain greedy rows."""
+    """One token a row of ``logits [n, V]``; one transfer from the device for all plain greedy rows.
+
+    ``allowed``: for each row the tokens that may be chosen, ``[V] bool``, or ``None``. The others are out before the
+    processors run: after top-k, top-p or min-p there might be none left. Log-probabilities are those without it.
+    """
     greedy = logits.argmax(dim=-1).tolist()
+    masks = [None] * len(samplers) if allowed is None else allowed
     chosen = []
-    for row, (sampler, history) in enumerate(zip(samplers, histories, strict=True)):
-        token = greedy[row] if sampler.plain else sampler.sample(logits[row], history)
+    for row, (sampler, history, mask) in enumerate(zip(samplers, histories, masks, strict=True)):
+        if mask is not None:
+            token = sampler.sample(logits[row].masked_fill(~mask.to(logits.device), -torch.inf), history)
+        else:
+            token = greedy[row] if sampler.plain else sampler.sample(logits[row], history)
         chosen.append((token, sampler.logprob(logits[row], token)))
     return chosen

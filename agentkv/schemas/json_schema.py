@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -225,7 +227,19 @@ def _read_value(value: Any, place: str, depth: int) -> Any:
         return {name: _read_value(each, f"{place}/{pointer(str(name))}", depth + 1) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_read_value(each, f"{place}/{index}", depth + 1) for index, each in enumerate(value)]
+    if isinstance(value, int | float) and not isinstance(value, bool) and not _is_exact(value):
+        raise Unsupported(f"a number of more than 15 digits, at {place},", "say minimum and maximum", param="schema")
     return value
+
+
+def _is_exact(value: int | float) -> bool:
+    """Whether every reader of JSON, llguidance's too, reads the same number."""
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    if not math.isfinite(value):
+        return True  # it has no form in JSON; that is another complaint
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    return len(digits) <= 15 and -22 <= int(exponent) <= 22
 
 
 def _read_reference(value: Any, place: str, _depth: int) -> str:

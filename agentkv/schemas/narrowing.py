@@ -44,21 +44,17 @@ class _Narrowing:
         self._tags: dict[int, set[str]] = {}
         self._told_apart: set[int] = set()
         self._combines = False
-        multiples = 0
-        for node in _all(document):
+        multiples: dict[Decimal, str] = {}
+        for place, node in _all(document, "#"):
             constraints = node.keys() - _ASIDE
             combining = constraints.intersection(_COMBINING)
             self._combines |= "allOf" in combining or bool(combining and len(constraints) > 1)
-            multiples += "multipleOf" in node
+            if "multipleOf" in node:
+                multiples.setdefault(Decimal(repr(node["multipleOf"])), place)
             if "oneOf" in node:
                 self._tell_apart(node)
-        if self._combines and multiples > 1:
-            # llguidance intersects them in 32 bits.
-            raise Unsupported(
-                f"'multipleOf' at {multiples} places, with allOf, or references or alternatives that have siblings,",
-                "write the result where it is meant",
-                param="schema",
-            )
+        if self._combines:
+            _check_together(multiples)
 
     def node(self, node: Schema, place: str) -> Schema:
         """The smaller form of ``node``."""
@@ -116,11 +112,12 @@ class _Narrowing:
         return None
 
 
-def _all(node: Schema) -> Iterator[Node]:
+def _all(node: Schema, place: str) -> Iterator[tuple[str, Node]]:
+    """The schema at ``place`` and all that it holds, each with its place."""
     if not isinstance(node, bool):
-        yield node
-        for _, child in children(node):
-            yield from _all(child)
+        yield place, node
+        for step, child in children(node):
+            yield from _all(child, place + step)
 
 
 def _values(branch: Node, name: str) -> set[str]:
@@ -224,6 +221,20 @@ def _rounded(bound: Decimal, direction: str) -> Decimal:
 
 def _plain(value: Decimal) -> int | float:
     return int(value) if value == value.to_integral_value() else float(value)
+
+
+def _check_together(multiples: dict[Decimal, str]) -> None:
+    """llguidance intersects multiples in 32 bits, without looking whether they suffice."""
+    places = max((-min(int(m.as_tuple().exponent), 0) for m in multiples), default=0)
+    product = 1
+    for multiple, place in multiples.items():
+        product *= max(1, int(multiple.scaleb(places)))
+        if len(multiples) > 1 and product >= 2**32:
+            raise Unsupported(
+                f"'multipleOf' at {place}, beside {len(multiples) - 1} others and allOf or references with siblings,",
+                "write the multiple that is meant in one place",
+                param="schema",
+            )
 
 
 def _check_multiple(multiple: int | float, place: str) -> None:

@@ -46,6 +46,8 @@ class Reply:
     ``ids``: the generated tokens, an end token included. ``ttft_seconds``: from the call to the first token,
     restoring included. ``seed``: what reproduces it; ``None`` for greedy decoding. ``tool_calls``: what the model
     calls, no part of ``text``; ``finish_reason`` is then ``tool_calls``, unless the reply was cut (``length``).
+    ``parsed``: with ``schema=`` what the text says, an object of the pydantic class or plain JSON; where there is none
+    although it was asked for, ``unparsed`` says why, first of all that ``max_tokens`` cut it.
     """
 
     session_id: str
@@ -60,6 +62,8 @@ class Reply:
     logprobs: tuple[Logprob, ...] | None = None
     seed: int | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    parsed: Any = None
+    unparsed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
