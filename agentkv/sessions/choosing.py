@@ -71,10 +71,10 @@ def interchangeable(core: SessionCore, codec: Codec, geometry: KVGeometry) -> bo
 
     Not where the codec is lossless: how a prefill is split shows in the bits, and such a session is to go on as if it
     had never slept. Not where a policy evicts: window keys had seen what is gone. Not with sliding layers: they store
-    one window and would compute everything. Not while the disk refuses some of it: host memory has the only copy.
+    one window and would compute everything.
     """
     full = all(group.window is None for group in geometry.groups)
-    return full and not codec.exact and not core.evicts and core.unsaved is None
+    return full and not codec.exact and not core.evicts
 
 
 class Choosing:

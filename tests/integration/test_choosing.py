@@ -309,6 +309,33 @@ async def test_what_follows_a_recompute_is_stored_behind_what_was_there_and_seal
         await check_home(kv)
 
 
+async def test_while_the_disk_refuses_a_recompute_stands_for_what_host_memory_held(
+    models: Path, tmp_path: Path
+) -> None:
+    """The only copy of the last turn's KV: once it is computed again, it is stored as soon as the disk takes it."""
+    inputs = [LONG, prompt(60, 5), SHORT, [7, 8, 9]]
+    async with opened(tmp_path / "twin", model_folder(models)) as kv:
+        twin = await said(await kv.sessions.create(), inputs, logprobs=1)
+    async with resting(tmp_path / "home", model_folder(models)) as (kv, session):
+        blobs = kv.sessions.tiers.blobs
+        with slow(*SLOW_DISK):
+            await measured(session)
+            budget, blobs.budget_bytes = blobs.budget_bytes, blobs.used_bytes() + 100
+            replies = await said(session, inputs[1:2], logprobs=1)
+            assert (await session.suspend("disk")).tier == "host", "it takes no more"
+            assert session._core.unsaved is not None
+            replies += await said(session, inputs[2:3], logprobs=1)
+        assert [reply.restore.chosen for reply in replies] == [True, True]
+        assert (await session.state()).host_bytes == 0
+        blobs.budget_bytes = budget
+        replies += await said(session, inputs[3:], logprobs=1)
+        await written(kv)
+        state = await session.state()
+        assert state.stored_tokens == state.kv_tokens
+        for reply, expected in zip(replies, twin[1:], strict=True):
+            assert_equal_replies(reply, expected)
+
+
 async def test_a_head_that_others_stored_is_computed_where_that_is_faster(models: Path, tmp_path: Path) -> None:
     """And is theirs all the same: nothing is stored a second time."""
     model, system = chat_folder(models), "You look things up and say where each answer comes from. " * 6
