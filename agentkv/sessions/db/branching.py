@@ -10,14 +10,21 @@ import secrets
 import time
 from typing import Any
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import String, delete, func, insert, literal, select, update
 from sqlalchemy.orm import Session
 
 from agentkv.sessions.db.ledger import insert_session, session_row
-from agentkv.sessions.db.manifest import inherit, points_of, truncate_manifest
-from agentkv.sessions.db.records import Cut, LedgerConflict, SegmentRecord, SessionRecord, pack_placement
-from agentkv.sessions.db.schema import ItemRow, LedgerRow, SegmentRow, SessionRow, TurnRow
-from agentkv.types import Span
+from agentkv.sessions.db.manifest import truncate_manifest
+from agentkv.sessions.db.records import Cut, LedgerConflict, SessionRecord, pack_placement
+from agentkv.sessions.db.schema import (
+    ChunkRow,
+    ItemRow,
+    LedgerRow,
+    ResumePointRow,
+    SegmentRow,
+    SessionRow,
+    TurnRow,
+)
 
 __all__ = ["fork_session", "rewind_session"]
 
@@ -28,29 +35,22 @@ def fork_session(db: Session, source_id: str, tenant: str, record: SessionRecord
     Items get ids of their own. ``LedgerConflict`` where the source is not as long as the cut says.
     """
     _locked(db, source_id, tenant, cut)
-    row = insert_session(db, record)
-    ledger = [
-        _values(piece) | {"stop": min(piece.stop, cut.position), "ids": piece.ids[: 4 * (cut.position - piece.start)]}
-        for piece in _rows(db, LedgerRow, source_id, LedgerRow.start < cut.position)
-    ]
-    items = [
-        _values(item) | {"id": f"item_{secrets.token_hex(12)}"}
-        for item in _rows(db, ItemRow, source_id, ItemRow.seq < cut.items)
-    ]
-    turns = [
-        _values(turn) | _shortened(turn, cut.position)
-        for turn in _rows(db, TurnRow, source_id, TurnRow.seq < cut.turns)
-    ]
-    for table, values in ((LedgerRow, ledger), (ItemRow, items), (TurnRow, turns)):
-        if values:
-            db.execute(insert(table), [each | {"session_id": record.id} for each in values])
-    stored = db.execute(
-        select(SegmentRow.chunk_id, SegmentRow.start, SegmentRow.stop)
-        .where(SegmentRow.session_id == source_id, SegmentRow.start < cut.kv_length)
-        .order_by(SegmentRow.start)
-    )
-    segments = [SegmentRecord(name, Span(start, min(stop, cut.kv_length))) for name, start, stop in stored]
-    inherit(db, row, segments, [point for point in points_of(db, source_id) if point.position <= cut.kv_length])
+    insert_session(db, record)
+    _copy(db, LedgerRow, source_id, record.id, LedgerRow.start < cut.position)
+    _copy(db, TurnRow, source_id, record.id, TurnRow.seq < cut.turns)
+    _copy(db, SegmentRow, source_id, record.id, SegmentRow.start < cut.kv_length)
+    _copy(db, ResumePointRow, source_id, record.id, ResumePointRow.position <= cut.kv_length)
+    items = [_values(item) for item in _rows(db, ItemRow, source_id, ItemRow.seq < cut.items)]
+    if items:
+        fresh = ({"session_id": record.id, "id": f"item_{secrets.token_hex(12)}"} for _ in items)
+        db.execute(insert(ItemRow), [item | new for item, new in zip(items, fresh, strict=True)])
+    if cut.position < cut.length:
+        _shorten(db, record.id, cut)
+    mine = select(SegmentRow.chunk_id).where(SegmentRow.session_id == record.id)
+    uses = select(func.count()).where(SegmentRow.session_id == record.id, SegmentRow.chunk_id == ChunkRow.id)
+    # The source refers to them: nobody is deleting one.
+    more = update(ChunkRow).where(ChunkRow.id.in_(mine)).values(refs=ChunkRow.refs + uses.scalar_subquery())
+    db.execute(more, execution_options={"synchronize_session": False})
 
 
 def rewind_session(db: Session, session_id: str, tenant: str | None, cut: Cut) -> list[str]:
@@ -65,11 +65,7 @@ def rewind_session(db: Session, session_id: str, tenant: str | None, cut: Cut) -
         (LedgerRow, LedgerRow.start >= cut.position),
     ):
         db.execute(delete(table).where(table.session_id == session_id, beyond))
-    for turn in _rows(db, TurnRow, session_id, TurnRow.stop > cut.position):
-        for name, value in _shortened(turn, cut.position).items():
-            setattr(turn, name, value)
-    for piece in _rows(db, LedgerRow, session_id, LedgerRow.stop > cut.position):
-        piece.ids, piece.stop = piece.ids[: 4 * (cut.position - piece.start)], cut.position
+    _shorten(db, session_id, cut)
     row.ledger_length, row.kv_length, row.turns = cut.position, cut.kv_length, cut.turns
     row.placement = pack_placement(cut.placement)
     row.policy_since = min(row.policy_since, cut.kv_length)
@@ -96,8 +92,19 @@ def _values(row: Any) -> dict[str, Any]:
     return {column.key: getattr(row, column.key) for column in row.__mapper__.column_attrs}
 
 
-def _shortened(turn: TurnRow, position: int) -> dict[str, Any]:
-    """What changes of a turn that is cut at ``position``: nothing where it ends before. Its answer is what goes."""
-    if turn.stop <= position:
-        return {}
-    return {"stop": position, "kind": "append", "finish_reason": None, "completion_tokens": 0, "seed": None}
+def _copy(db: Session, table: Any, source_id: str, new_id: str, where: Any) -> None:
+    """Those rows of the source, as the new session's."""
+    columns = [column for column in table.__table__.columns if column.key != "session_id"]
+    found = select(literal(new_id, String(64)), *columns).where(table.session_id == source_id, where)
+    db.execute(insert(table).from_select(["session_id", *(column.key for column in columns)], found))
+
+
+def _shorten(db: Session, session_id: str, cut: Cut) -> None:
+    """What reaches beyond the cut ends there: of a turn the answer goes, of a chunk the rest is not used."""
+    answer = {"kind": "append", "finish_reason": None, "completion_tokens": 0, "seed": None}
+    turn = update(TurnRow).where(TurnRow.session_id == session_id, TurnRow.stop > cut.position)
+    db.execute(turn.values(stop=cut.position, **answer))
+    segment = update(SegmentRow).where(SegmentRow.session_id == session_id, SegmentRow.stop > cut.kv_length)
+    db.execute(segment.values(stop=cut.kv_length))
+    for piece in _rows(db, LedgerRow, session_id, LedgerRow.stop > cut.position):
+        piece.ids, piece.stop = piece.ids[: 4 * (cut.position - piece.start)], cut.position

@@ -28,10 +28,8 @@ __all__ = [
     "append_segments",
     "attach",
     "delete_session",
-    "inherit",
     "manifest",
     "pointless_sessions",
-    "points_of",
     "prune_manifest",
     "release_foreign",
     "reseal",
@@ -113,11 +111,6 @@ def attach(
     session.kv_length = segments[-1].span.stop
     session.state = "disk"
     return session.kv_length
-
-
-def inherit(db: Session, session: SessionRow, segments: Sequence[SegmentRecord], points: Sequence[ResumePoint]) -> None:
-    """Give a session that was just made the stored KV of the one it was forked from."""
-    _append(db, session, [], segments, points)
 
 
 def release_foreign(db: Session, kv_fingerprint: str) -> list[str]:
@@ -224,7 +217,7 @@ def _append(
                 for s in segments
             ],
         )
-    known = set(points_of(db, session_id))
+    known = set(_resume_points(db, session_id))
     fresh = sorted(set(resume_points) - known)
     if fresh:
         db.execute(
@@ -251,7 +244,7 @@ def manifest(db: Session, session_id: str) -> Manifest:
         .order_by(SegmentRow.start)
     )
     segments = tuple(SegmentRecord(chunk_id, Span(start, stop), codec) for chunk_id, start, stop, codec in rows)
-    return Manifest(segments, tuple(points_of(db, session_id)))
+    return Manifest(segments, tuple(_resume_points(db, session_id)))
 
 
 def truncate_manifest(db: Session, session_id: str, position: int) -> list[str]:
@@ -281,7 +274,7 @@ def prune_manifest(db: Session, session_id: str, needed: Sequence[Span], point: 
     for batch in batches([str(row.start) for row in gone]):
         db.execute(delete(SegmentRow).where(mine, SegmentRow.start.in_([int(start) for start in batch])))
     left = [Span(row.start, row.stop) for row in rows if row not in gone]
-    for old in points_of(db, session_id):
+    for old in _resume_points(db, session_id):
         held = sum(len(span.intersect(kept)) for span in left for kept in old.held.kept)
         if old.position < point and held < old.held.tokens:
             db.execute(
@@ -304,8 +297,7 @@ def _manifest_end(db: Session, session_id: str) -> int:
     return db.scalar(select(func.max(SegmentRow.stop)).where(SegmentRow.session_id == session_id)) or 0
 
 
-def points_of(db: Session, session_id: str) -> list[ResumePoint]:
-    """A session's, in order."""
+def _resume_points(db: Session, session_id: str) -> list[ResumePoint]:
     rows = db.execute(
         select(ResumePointRow.position, ResumePointRow.kind, ResumePointRow.placement)
         .where(ResumePointRow.session_id == session_id)
