@@ -332,6 +332,9 @@ async def test_while_the_disk_refuses_a_recompute_stands_for_what_host_memory_he
         await written(kv)
         state = await session.state()
         assert state.stored_tokens == state.kv_tokens
+        await session.suspend()
+        report = await session.resume()
+        assert (report.source, report.tokens, report.reason) == ("disk", state.kv_tokens, None)
         for reply, expected in zip(replies, twin[1:], strict=True):
             assert_equal_replies(reply, expected)
 
