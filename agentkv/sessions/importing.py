@@ -168,16 +168,17 @@ class Importer:
 
     async def _take(self, core: SessionCore, file: _File, keep_id: bool, go_on: Callable[[], None]) -> ImportReport:
         header, record = file.header, core.record
-        taken = _Taken()
+        taken, manifest = _Taken(), Manifest()
         try:
             if header.kv_fingerprint == self._writer.kv_fingerprint:
                 await self._take_kv(core, file, taken, go_on)
+                manifest = header.manifest([chunk.id for chunk in taken.chunks])
             elif header.kv_length:
                 taken.reason = (
                     f"fingerprint: its KV is of another model, or in another dtype ({header.kv_fingerprint}, here "
                     f"{self._writer.kv_fingerprint})"
                 )
-            whole = self._whole(record, file, header.manifest([chunk.id for chunk in taken.chunks]), keep_id)
+            whole = self._whole(record, file, manifest, keep_id)
             go_on()
             fault_point("import.before_commit")
             try:
@@ -190,7 +191,7 @@ class Importer:
             except (AgentKVError, OSError) as error:
                 log.error("import_not_undone", session=record.id, **fault(error))
             raise
-        return self._report(core, header, whole.manifest, taken)
+        return self._report(core, header, manifest, taken)
 
     @staticmethod
     def _whole(record: SessionRecord, file: _File, manifest: Manifest, keep_id: bool) -> WholeSession:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from homes import chat_folder, check_home, check_session, model_folder, opened, prompt, said, turns
+from homes import chat_folder, check_home, check_session, model_folder, opened, prompt, said
 
 from agentkv import AgentKV, SinkWindow
 from agentkv.codecs.compact_fit import fit_compact
@@ -63,6 +63,7 @@ async def nothing_is_left(kv: AgentKV, sessions: int = 0) -> None:
         ("gemma3", {"policy": "turns:220"}, {}),
         ("mistral", {}, {}),
         ("llama", {"idle_codec": "raw"}, {"dtype": "bfloat16"}),
+        ("llama", {}, {"layout": "quantized:int8"}),
     ],
 )
 async def test_it_goes_on_elsewhere_token_for_token_with_its_kv(
@@ -226,11 +227,14 @@ async def test_under_its_own_id_where_that_is_free(tmp_path: Path, models: Path)
 # -- without it --------------------------------------------------------------------------------------------------------
 
 
-async def test_under_another_dtype_the_ledger_is_computed_and_says_the_same(tmp_path: Path, models: Path) -> None:
+@pytest.mark.parametrize("policy", ["full", "sink:200"])
+async def test_under_another_dtype_the_ledger_is_computed_and_says_the_same(
+    tmp_path: Path, models: Path, policy: str
+) -> None:
     model = model_folder(models)
     async with opened(tmp_path / "bf16", model, dtype="bfloat16") as kv:
-        session = await kv.sessions.create()
-        await said(session, turns(2), TOKENS)
+        session = await kv.sessions.create(policy=policy)
+        await said(session, [prompt(150, 1), prompt(90, 2)], TOKENS)
         await session.export(tmp_path / "file")
         ledger = await session.token_ids()
     async with opened(tmp_path / "fp32", model) as kv:
@@ -243,7 +247,7 @@ async def test_under_another_dtype_the_ledger_is_computed_and_says_the_same(tmp_
         assert (reply.restore.source, reply.usage.cached_tokens) == ("recompute", 0)
         assert reply.restore.recomputed_tokens == len(ledger) - 1
         assert (reply.restore.reason or "").startswith("fingerprint")
-        twin = await kv.sessions.create()
+        twin = await kv.sessions.create(policy=policy)
         expected = await said(twin, [[*ledger, *NEXT], NEXT], TOKENS)
         assert [reply.ids, later.ids] == [each.ids for each in expected]
         await moved.suspend()

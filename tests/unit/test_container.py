@@ -81,6 +81,13 @@ def test_every_flipped_bit_and_every_cut_is_found(tmp_path: Path, whole: bytes) 
     assert read(path)[1:] == list(CONTENTS), "the control"
 
 
+def test_a_header_that_is_wrong_about_a_section_is_found(tmp_path: Path, whole: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(whole)
+    with pytest.raises(ImportRefused, match=r"section 2 \(300 bytes\) is not what was written"):
+        read(path, [*SECTIONS[:2], Section(nbytes=300, digest="0" * 64), SECTIONS[3]])
+
+
 def resealed(prefix: bytes, header: bytes, rest: bytes) -> bytes:
     head = prefix + blake3(prefix + header).digest() + header
     return head + rest + blake3(head + rest).digest()
