@@ -13,7 +13,9 @@ from agentkv.policies.retention import Full, RetentionPolicy, SinkWindow, Slidin
 from agentkv.types import ExportReport, ImportReport, RestoreReport, SuspendReport, Usage
 
 if TYPE_CHECKING:
-    from agentkv.schemas.replies import Done, Item, Reply, SessionInfo, TextDelta
+    from agentkv.schemas.constraints import Constraint
+    from agentkv.schemas.messages import ToolCall
+    from agentkv.schemas.replies import Done, Item, Reply, SessionInfo, TextDelta, ToolCallEvent
     from agentkv.sessions.events import LifecycleEvent
     from agentkv.sessions.hints import HintOutcome
     from agentkv.sessions.runtime import AgentKV
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AgentKV",
     "AgentKVError",
+    "Constraint",
     "Done",
     "ExportReport",
     "Full",
@@ -45,12 +48,15 @@ __all__ = [
     "SlidingWindow",
     "SuspendReport",
     "TextDelta",
+    "ToolCall",
+    "ToolCallEvent",
     "TurnWindow",
     "Usage",
 ]
 
 _LATE = {
     "AgentKV": "agentkv.sessions.runtime",
+    "Constraint": "agentkv.schemas.constraints",
     "Done": "agentkv.schemas.replies",
     "HintOutcome": "agentkv.sessions.hints",
     "Item": "agentkv.schemas.replies",
@@ -62,6 +68,8 @@ _LATE = {
     "SessionUsage": "agentkv.sessions.stats",
     "Settings": "agentkv.settings",
     "TextDelta": "agentkv.schemas.replies",
+    "ToolCall": "agentkv.schemas.messages",
+    "ToolCallEvent": "agentkv.schemas.replies",
 }
 
 

@@ -112,6 +112,16 @@ class Settings(BaseSettings):
         description="Most rows of a model step that sessions share; 0: by device (32 on CPU, two pieces on CUDA).",
     )
     max_tokens: int = Field(512, ge=1, description="Generation limit of a turn that names none.")
+    prepare_schemas: bool = Field(
+        False,
+        description="Make the tokenizer's tables for `schema=` when the runtime opens. At their first use they hold the "
+        "process up for a moment: 0.4 s for 50,000 tokens, several seconds for 250,000.",
+    )
+    tool_format: str = Field(
+        "auto",
+        description="How the model writes tool calls: `hermes`, `qwen-coder`, `llama3`, `mistral`, `transformers` (the "
+        "tokenizer's response_template), `text` (they stay text); `auto` finds out from the chat template.",
+    )
     busy_wait_seconds: float = Field(30.0, ge=0, description="Longest wait of a turn sent with `wait=True`.")
     log_format: Literal["text", "json"] = Field(
         "text", description="How the command line logs to standard error: a line of text or of JSON an event."

@@ -21,7 +21,9 @@ TOOLS: Schemas = {
             "exact": {"type": "boolean"},
             "where": {"type": ["object", "null"]},
             "share": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+            "span": {"$ref": "#/$defs/span"},
         },
+        "$defs": {"span": {"anyOf": [{"type": "array"}, {"$ref": "#/$defs/span"}]}},
     },
     "now": {},
 }
@@ -324,6 +326,7 @@ def _special() -> Iterable[Case]:
             ("where", "null", None),
             ("share", "0.5", 0.5),
             ("share", "null", None),
+            *([("span", "[1, 2]", [1, 2])] if form == "qwen-coder" else []),
             ("other", "3", "3"),
             ("city", "a <b> </param> c", "a <b> </param> c"),
         ):

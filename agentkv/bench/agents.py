@@ -175,6 +175,7 @@ async def bench_agents(
     if residency not in (None, "all"):
         parse_residency(residency)
     settings: dict[str, Any] = {"dtype": dtype, "threads": threads, "idle_seconds": 3600, "disk_seconds": 7200}
+    settings["tool_format"] = "text"  # the results are made up beforehand, and answer no call of this model's
     async with open_runtime(model, home, **settings) as (kv, _):
         work = await asyncio.to_thread(prepared, kv, traffic, traces, device_budget)
 

@@ -161,6 +161,18 @@ class Renderer:
         return written[common:]
 
     @cached_property
+    def shows_several_calls(self) -> bool:
+        """Whether an assistant message may have more than one call."""
+        if self.tool_form is None:
+            return True
+        calls = [ToolCall(id=f"call_{i:016}", name=PROBE, arguments={}) for i in range(2)]
+        try:
+            self.render([OPENING, {**assistant(""), "tool_calls": [self.tool_form.call(call) for call in calls]}])
+        except TemplateError:
+            return False
+        return True
+
+    @cached_property
     def _alternates(self) -> bool:
         """Whether two user messages in a row are refused."""
         try:

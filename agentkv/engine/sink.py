@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from agentkv.engine.detokenize import TextStream
 from agentkv.engine.job import TokenSink, Verdict
 from agentkv.engine.sampling import TokenLogprob
+from agentkv.schemas.messages import ToolCall
 
-__all__ = ["TextSink"]
+__all__ = ["ReplySink", "TextSink"]
 
 
-class TextSink(TokenSink):
+class ReplySink(TokenSink):
+    """A sink that knows what its tokens say."""
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls so far, in order."""
+        return ()
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Emit what was held back; the whole text, without the calls. Call once, after the last token."""
+
+
+class TextSink(ReplySink):
     """Emits text as it becomes certain. ``emit`` is called on the model thread, with non-empty text.
 
     ``tokenizer=None`` serves token-level sessions: no text, no stop strings.
@@ -41,7 +56,7 @@ class TextSink(TokenSink):
         return "stop" if ended or delta.stopped else "go on"
 
     def finish(self) -> str:
-        """Emit what was held back; the whole text. Call once, after the last token."""
+        """See ``ReplySink``."""
         if self._stream is None:
             return ""
         rest = self._stream.flush()

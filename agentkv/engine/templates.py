@@ -239,9 +239,11 @@ class ChatTemplate:
             return [OPENING, {"role": "system", "content": SENTINEL}]
         if form is None or not calls:
             return [OPENING, assistant(SENTINEL)]
+        # Models that call several tools at once may have a template that shows one: any of them.
+        earlier = calls[:-1] if self._renderer.shows_several_calls else ()
         # The last call's arguments carry the sentinel too: some templates show calls and not the text before them.
         last = calls[-1].model_copy(update={"arguments": {"value": SENTINEL}})
-        calling = {**assistant(SENTINEL), "tool_calls": [form.call(call) for call in (*calls[:-1], last)]}
+        calling = {**assistant(SENTINEL), "tool_calls": [form.call(call) for call in (*earlier, last)]}
         if last_role == "assistant":
             return [OPENING, self._encoder.guard(calling)]
         result = {"role": "tool", "content": SENTINEL, "name": last.name, "tool_call_id": form.identifier(last.id)}

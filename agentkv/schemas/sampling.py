@@ -11,6 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.constraints import Constraint
+from agentkv.schemas.tool_choice import ToolChoice
 
 __all__ = ["SamplingParams"]
 
@@ -43,6 +44,9 @@ class SamplingParams(BaseModel):
     beams: int = Field(1, ge=1, le=32, description="Beam search with so many beams; 1 is none.")
     length_penalty: _Number = Field(1.0, description="Beams: scores are divided by length to this power.")
     early_stopping: bool | Literal["never"] = Field(False, description="Beams: when to end, as transformers means it.")
+    tool_choice: InstanceOf[ToolChoice] = Field(
+        ToolChoice(), description="Whether it may, must or must not call tools."
+    )
     constraint: SkipJsonSchema[InstanceOf[Constraint] | None] = Field(None, description="What the output looks like.")
 
     @property
@@ -80,6 +84,11 @@ class SamplingParams(BaseModel):
             raise InvalidRequest("stop: an empty string would stop before the first token", param="stop")
         return tuple(stops)
 
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _as_choice(cls, value: Any) -> ToolChoice:
+        return ToolChoice.parse(value)
+
     @field_validator("presence_penalty", "frequency_penalty", mode="before")
     @classmethod
     def _none_is_zero(cls, value: Any) -> Any:
@@ -108,9 +117,15 @@ class SamplingParams(BaseModel):
             raise InvalidRequest(
                 f"ignore_eos: an output with a {self.constraint.param} ends where that ends", param="ignore_eos"
             )
-        if self.beams > 1 and self.constraint is not None:
-            raise Unsupported(
-                f"beams={self.beams} with a {self.constraint.param}", "sample, or leave beams at 1", param="beams"
+        if self.tool_choice.mode == "required" and self.constraint is not None:
+            raise InvalidRequest(
+                f"tool_choice 'required' with a {self.constraint.param}: a reply is a call or follows that, not both",
+                param="tool_choice",
+            )
+        if self.tool_choice.mode == "required" and (self.ignore_eos or self.beams > 1):
+            param = "ignore_eos" if self.ignore_eos else "beams"
+            raise InvalidRequest(
+                f"{param}: not with tool_choice 'required', whose replies follow a grammar", param=param
             )
         return self
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agentkv.engine.templates import ChatTemplate, LastRole
+from agentkv.engine.toolcalls.choosing import ToolUse
 from agentkv.errors import Closed, SessionBusy
 from agentkv.kv.contract import CapturedPart, SequenceKV
 from agentkv.policies.retention import ItemView, RetentionPolicy, parse_policy
@@ -23,7 +24,7 @@ from agentkv.types import SessionState
 
 __all__ = ["SessionCore"]
 
-_CONVERSATION = ("record", "ledger", "items", "views", "last_item", "last_calls", "last_finish")
+_CONVERSATION = ("record", "ledger", "items", "views", "last_item", "calls", "last_calls", "last_finish")
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +67,12 @@ class SessionCore:
     items: int = 0
     views: list[ItemView] = field(default_factory=list)
     last_item: ItemRecord | None = None
+    calls: dict[str, str] = field(default_factory=dict)
+    """Every tool call in it: id to name."""
     last_calls: tuple[ToolCall, ...] = ()
     last_finish: str | None = None
     template: ChatTemplate | None = None
+    tools_used: ToolUse | None = None
 
     @property
     def id(self) -> str:
@@ -160,7 +164,7 @@ class SessionCore:
     def forget_ledger(self) -> None:
         """It is to be read again: it is not what it was."""
         self.ledger = self.last_item = self.last_finish = None
-        self.items, self.views, self.last_calls = 0, [], ()
+        self.items, self.views, self.calls, self.last_calls = 0, [], {}, ()
 
     def shorten(self, cut: Cut, items: Sequence[ItemRecord], finish: str | None) -> Callable[[], None]:
         """Be, in this process, the session that ends at ``cut``, with ``items``, and whose last turn ended by
@@ -194,6 +198,7 @@ class SessionCore:
             self.last_item = item
             if item.role == "assistant" and item.kind != "tokens":
                 self.last_calls = Message.from_canonical(item.content).tool_calls
+                self.calls |= {call.id: call.name for call in self.last_calls}
 
     @property
     def policy(self) -> RetentionPolicy:
@@ -233,3 +238,12 @@ class SessionCore:
             now = datetime.fromtimestamp(r.created_at if r.clock is None else r.clock, UTC)
             self.template = ChatTemplate(tokenizer, r.template_args, r.tools, r.system, now=now)
         return self.template
+
+    def tool_use(self, tokenizer: Any, tool_format: str) -> ToolUse | None:
+        """How its tools are called; ``None`` without tools. Blocking the first time.
+
+        ``Unsupported`` where no format reads the calls that the template writes.
+        """
+        if self.tools_used is None and self.record.tools:
+            self.tools_used = ToolUse.of(self.chat(tokenizer), tokenizer, self.record.tools, tool_format)
+        return self.tools_used

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from agentkv.engine.engine import Engine
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.templates import ChatTemplate
+from agentkv.engine.toolcalls.choosing import check_format
 from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound, Unsupported
 from agentkv.logs import Log, fault
 from agentkv.policies.retention import RetentionPolicy, check_fits, parse_policy, policy_text
@@ -47,6 +48,7 @@ class Sessions:
     """``kv.sessions``. One object a runtime; every method may be called from any task of its loop."""
 
     def __init__(self, settings: Settings, model: LoadedModel, repository: Repository) -> None:
+        check_format(settings.tool_format)
         self.repository = repository
         self._settings = settings
         self._model = model
@@ -189,6 +191,7 @@ class Sessions:
                 )
             return None, []
         template = core.chat(self._model.tokenizer)
+        core.tool_use(self._model.tokenizer, self._settings.tool_format)
         return template, template.head().ids
 
     async def get(self, session_id: str) -> Session:
@@ -349,7 +352,15 @@ class Sessions:
         """Run a turn; see ``Turn``."""
         self._check_open()
         core.check_open()
-        turn = Turn(core, self._model, self.tiers, request, default_max_tokens=self._settings.max_tokens)
+        settings = self._settings
+        turn = Turn(
+            core,
+            self._model,
+            self.tiers,
+            request,
+            default_max_tokens=settings.max_tokens,
+            tool_format=settings.tool_format,
+        )
         events = events_of(turn, self._tasks, self._settings.busy_wait_seconds if wait else None)
         async with aclosing(events):
             async for event in events:

@@ -20,23 +20,25 @@ from agentkv.engine.job import Generation, Job, JobResult
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.retention import Retention
 from agentkv.engine.sampling import Sampler
-from agentkv.engine.sink import TextSink
+from agentkv.engine.sink import ReplySink, TextSink
 from agentkv.errors import Closed, ContextTooLong, InvalidRequest, Unsupported
 from agentkv.kv.contract import SequenceKV
 from agentkv.policies.retention import ItemView, check_fits, parse_policy
-from agentkv.schemas.messages import Message
-from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta
+from agentkv.schemas.messages import Message, ToolCall
+from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta, ToolCallEvent
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.attaching import Lead
 from agentkv.sessions.beams import searched
+from agentkv.sessions.calling import Calling, check_results, prepared
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import Cut, ItemRecord, TurnRecord
 from agentkv.sessions.leading import lead
+from agentkv.sessions.outputs import Output, said_before
 from agentkv.sessions.recompute import recompute_retained, replay_is_cheap
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.waiting import finished, outlast
 from agentkv.storage.faultpoints import fault_point
-from agentkv.types import RestoreReport, SessionState, Span, Usage
+from agentkv.types import FinishReason, RestoreReport, SessionState, Span, Usage
 
 __all__ = ["Appended", "Turn", "TurnInput", "events_of", "public_item"]
 
@@ -83,13 +85,24 @@ class Turn:
     """Runs once. ``run`` posts events; its consumer is :func:`events_of`."""
 
     def __init__(
-        self, core: SessionCore, model: LoadedModel, tiers: Tiers, request: TurnInput, *, default_max_tokens: int
+        self,
+        core: SessionCore,
+        model: LoadedModel,
+        tiers: Tiers,
+        request: TurnInput,
+        *,
+        default_max_tokens: int,
+        tool_format: str = "auto",
     ) -> None:
         self._core = core
         self._model = model
         self._tiers = tiers
         self._request = request
         self._default_max_tokens = default_max_tokens
+        self._tool_format = tool_format
+        self._calling: Calling | None = None
+        self._output: Output | None = None
+        self._called = 0
         self._loop = asyncio.get_running_loop()
         self._started = time.perf_counter()
         self._first_token: float | None = None
@@ -123,6 +136,7 @@ class Turn:
         async with self._tiers.branching.without_answer(core) if self._request.again else nullcontext() as self._cut:
             ledger = await core.load(self._tiers.repository)
             rendered = await asyncio.to_thread(self._render)
+            await self._begin_output()
             async with self._tiers.attaching.attached(core, ledger) as leading:
                 return await self._attached_turn(ledger, rendered, leading)
 
@@ -145,9 +159,10 @@ class Turn:
             history = [*ledger[-_TAIL:], *rendered.ids]
             sink, result, undo = await self._compute(feed, max_tokens, history, self._retention(rendered))
             try:
-                text = "" if sink is None else sink.finish()
+                text, calls = ("", ()) if sink is None else (sink.finish(), sink.calls)
+                answer = Message(role="assistant", content=text, tool_calls=calls)
                 fault_point("turn.before_commit")
-                done = await self._commit(rendered, result, text, restore, prompt_tokens, cached)
+                done = await self._commit(rendered, result, answer, restore, prompt_tokens, cached)
             except BaseException:
                 if not self.committed and undo is not None:
                     core.kv.rollback(undo)
@@ -237,14 +252,21 @@ class Turn:
                 raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {vocabulary:,} ids", param="ids")
             if not request.ids and start == 0:
                 raise InvalidRequest("the session is empty: pass at least one token id", param="ids")
+            if request.sampling is not None and request.sampling.tool_choice.mode == "required":
+                raise InvalidRequest(
+                    "tool_choice 'required' needs text: this is a token-level turn", param="tool_choice"
+                )
             end = start + len(request.ids)
             spans = [Span(start, end)] if request.ids else []
             return _Rendered(list(request.ids), spans, Span(end, end))
+        core.tool_use(self._model.tokenizer, self._tool_format)
         if request.kind == "continue" and core.last_finish == "length":
+            self._prepare_calling((), goes_on=True)
             return _Rendered([], [], Span(start, start))
         if core.last_item is not None and core.last_item.kind == "tokens":
             raise InvalidRequest("this session holds raw tokens: go on with append_tokens and generate_tokens")
         assert core.ledger is not None
+        check_results(core, request.messages)
         calls = core.last_calls if any(m.kind == "tool_result" for m in request.messages) else None
         turn = core.chat(self._model.tokenizer).turn(
             request.messages,
@@ -257,11 +279,28 @@ class Turn:
         )
         spans = [Span(start + span.start, start + span.stop) for _, span in turn.items]
         prompt = Span(start + turn.prompt_span.start, start + turn.prompt_span.stop)
+        self._prepare_calling(turn.ids[turn.prompt_span.start :], goes_on=False)
         return _Rendered(turn.ids, spans, prompt)
+
+    def _prepare_calling(self, prompt: Sequence[int], *, goes_on: bool) -> None:
+        sampling = self._request.sampling
+        if sampling is not None and sampling.constraint is None:
+            self._calling = prepared(
+                self._core, self._model.tokenizer, self._tool_format, sampling, prompt, goes_on=goes_on
+            )
+
+    async def _begin_output(self) -> None:
+        """Compile what the reply has to follow, if anything: a fault there is told before anything is touched."""
+        core, request = self._core, self._request
+        asked = None if request.sampling is None else request.sampling.constraint
+        forced = None if self._calling is None else self._calling.constraint
+        if (wanted := asked or forced) is not None:
+            said = await said_before(core, self._tiers.repository) if request.kind == "continue" else []
+            self._output = await Output.begin(wanted, self._model.grammars, said, parse=asked is not None)
 
     async def _compute(
         self, feed: Sequence[int], max_tokens: int, history: Sequence[int], retention: Retention | None
-    ) -> tuple[TextSink | None, JobResult | None, Any]:
+    ) -> tuple[ReplySink | None, JobResult | None, Any]:
         """Through the model thread; ``None`` where there is nothing to compute."""
         core, model, sampling = self._core, self._model, self._request.sampling
         assert core.kv is not None
@@ -272,10 +311,12 @@ class Turn:
             tokenizer = None if self._request.raw else model.tokenizer
             if sampling.stop and tokenizer is None:
                 raise InvalidRequest("stop strings need text: this is a token-level turn", param="stop")
-            sink = TextSink(tokenizer, end_ids, self._emit, stop=sampling.stop, context=history[-_TAIL:])
+            read = TextSink if self._calling is None else self._calling.sink
+            sink = read(tokenizer, end_ids, self._emit, stop=sampling.stop, context=history[-_TAIL:])
             sampler = Sampler(sampling, model.adapter.device)
             self._seed = sampler.seed
-            generation = Generation(sampler, max_tokens, sink)
+            matcher = None if self._output is None else self._output.matcher
+            generation = Generation(sampler, max_tokens, sink, matcher)
         if not feed:
             return None, None, None
         if sampling is not None and sampling.beams > 1:
@@ -302,10 +343,10 @@ class Turn:
         self,
         feed: Sequence[int],
         max_tokens: int,
-        sink: TextSink,
+        sink: ReplySink,
         sampling: SamplingParams,
         retention: Retention | None,
-    ) -> tuple[TextSink, JobResult, Any]:
+    ) -> tuple[ReplySink, JobResult, Any]:
         """The answer by beam search; its text comes all at once."""
         core, model, residency = self._core, self._model, self._tiers.residency
         assert core.kv is not None
@@ -331,15 +372,17 @@ class Turn:
         pinned = self._core.record.pinned
         return [pinned] if pinned else []
 
-    def _emit(self, text: str) -> None:
+    def _emit(self, part: str | ToolCall) -> None:
         """From the model thread, or at the end from the loop's own."""
-        self._loop.call_soon_threadsafe(self.events.put_nowait, TextDelta(text))
+        event: Event = TextDelta(part) if isinstance(part, str) else ToolCallEvent(part, self._called)
+        self._called += not isinstance(part, str)
+        self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     async def _commit(
         self,
         rendered: _Rendered,
         result: JobResult | None,
-        text: str,
+        answer: Message,
         restore: RestoreReport,
         prompt_tokens: int,
         cached: int,
@@ -348,7 +391,8 @@ class Turn:
         core, request = self._core, self._request
         assert core.kv is not None and core.ledger is not None
         generated = list(result.tokens) if result is not None else []
-        items = self._items(rendered, text, len(generated))
+        finish = _finish_reason(result, answer)
+        items = self._items(rendered, answer, len(generated))
         seed = self._seed
         start = core.record.ledger_length
         ids = [*rendered.ids, *generated]
@@ -356,7 +400,7 @@ class Turn:
             seq=core.record.turns,
             span=Span(start, start + len(ids)),
             kind=request.kind,
-            finish_reason=result.finish_reason if result is not None else None,
+            finish_reason=finish,
             prompt_tokens=prompt_tokens,
             completion_tokens=len(generated),
             cached_tokens=cached,
@@ -403,14 +447,15 @@ class Turn:
         public = tuple(public_item(item) for item in items)
         if request.sampling is None:
             return Appended(public)
-        assert result is not None and result.finish_reason is not None
+        assert result is not None and finish is not None
+        parsed, unparsed = (None, None) if self._output is None else self._output.read(result)
         now = time.perf_counter()
         return Done(
             Reply(
                 session_id=core.id,
                 item_id=items[-1].id,
-                text=text,
-                finish_reason=result.finish_reason,
+                text=answer.text,
+                finish_reason=finish,
                 usage=usage,
                 restore=restore,
                 ttft_seconds=(self._first_token or now) - self._started,
@@ -418,10 +463,13 @@ class Turn:
                 ids=result.tokens,
                 logprobs=_logprobs(result) if request.sampling.logprobs is not None else None,
                 seed=seed,
+                tool_calls=answer.tool_calls,
+                parsed=parsed,
+                unparsed=unparsed,
             )
         )
 
-    def _items(self, rendered: _Rendered, text: str, generated: int) -> list[ItemRecord]:
+    def _items(self, rendered: _Rendered, answer: Message, generated: int) -> list[ItemRecord]:
         core, request = self._core, self._request
         items: list[ItemRecord] = []
 
@@ -436,8 +484,7 @@ class Turn:
             add(message.role, message.kind, message.canonical(), span, False)
         if request.sampling is not None:
             span = Span(rendered.prompt.start, rendered.prompt.stop + generated)
-            kind = "tokens" if request.raw else "message"
-            add("assistant", kind, {"role": "assistant", "content": text}, span, True)
+            add("assistant", "tokens" if request.raw else answer.kind, answer.canonical(), span, True)
         return items
 
 
@@ -479,6 +526,13 @@ def _fitting(pinned: Span, limit: int) -> str | None:
     return None
 
 
+def _finish_reason(result: JobResult | None, answer: Message) -> FinishReason | None:
+    """What a reply with calls ended for: to have them answered, unless it was cut."""
+    if result is None or result.finish_reason != "stop" or not answer.tool_calls:
+        return None if result is None else result.finish_reason
+    return "tool_calls"
+
+
 def _logprobs(result: JobResult) -> tuple[Logprob, ...]:
     pairs = zip(result.tokens, result.logprobs, strict=True)
     return tuple(Logprob(token, found.logprob, found.top) for token, found in pairs)
@@ -498,7 +552,7 @@ async def events_of(
             if isinstance(event, BaseException):
                 raise event
             yield event
-            if not isinstance(event, TextDelta):
+            if not isinstance(event, TextDelta | ToolCallEvent):
                 return
     finally:
         if not turn.committed:

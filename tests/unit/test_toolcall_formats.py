@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from test_templates import FAMILIES, NOW, TOOL, chat, tokenizer
-from tokenizers import AddedToken
+from chat_templates import FAMILIES, NAMED_MISTRAL, NOW, QWEN_CODER, TOOL, tokenizer, with_special
 from tool_outputs import CASES, TEMPLATES, TOOLS, Case, calls_of, parse
-from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_parsing import parse_response
 
 from agentkv.engine.templates import ChatTemplate
@@ -20,26 +18,7 @@ from agentkv.engine.toolcalls.sink import ToolSink
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.messages import ToolCall
 
-# Templates are written as their families write them.
 # ruff: noqa: E501
-QWEN_CODER = """{%- if tools %}{{- '<|im_start|>system\n' }}{% for tool in tools %}{{- tool.function.name }}{% endfor %}{{- '<|im_end|>\n' }}{% endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' + message.content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
-        {%- for key, value in call.function.arguments | items %}{{- '<parameter=' + key + '>\n' + value + '\n</parameter>\n' }}{% endfor %}
-        {{- '</function>\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
-NAMED_MISTRAL = """{{- bos_token }}{% for message in messages %}
-    {%- if message.role == 'user' %}{% if tools %}{{- tools | tojson }}{% endif %}{{- '[INST]' + message.content + '[/INST]' }}
-    {%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
-    {%- else %}{{- message.content }}
-        {%- for call in message.tool_calls or [] %}{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}{% endfor %}{{- eos_token }}
-    {%- endif %}
-{%- endfor %}"""
 # Python-like calls, which no format reads.
 PYTHONIC = """{% for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' + message.content }}
@@ -49,12 +28,13 @@ PYTHONIC = """{% for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
 
 
+def chat(family: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer(family), tools=[TOOL], now=NOW)
+
+
 def with_template(family: str, source: str) -> tuple[ChatTemplate, Any]:
     """The family's tokenizer with another chat template."""
-    changed = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer(family).backend_tokenizer, bos_token="<s>", eos_token=FAMILIES[family][3]
-    )
-    changed.chat_template = source
+    changed = with_special(family, (), source)
     return ChatTemplate(changed, tools=[TOOL], now=NOW), changed
 
 
@@ -69,7 +49,7 @@ def read(form: ToolFormat, text: str, tools: Sequence[Any] = (TOOL,)) -> list[Pa
 )
 def test_the_format_is_that_in_which_the_template_writes_calls(family: str, name: str) -> None:
     # ChatML and Gemma show no calls: tool blocks do.
-    assert choose_format(chat(family, tools=[TOOL]), tokenizer(family)).name == name
+    assert choose_format(chat(family), tokenizer(family)).name == name
 
 
 @pytest.mark.parametrize(
@@ -94,9 +74,9 @@ def test_a_template_whose_calls_nothing_reads_is_refused_by_name_and_text_is_the
 
 
 def test_a_format_is_chosen_by_name_and_an_unknown_one_is_refused_with_those_that_are_known() -> None:
-    assert choose_format(chat("qwen3", tools=[TOOL]), tokenizer("qwen3"), "mistral").name == "mistral"
+    assert choose_format(chat("qwen3"), tokenizer("qwen3"), "mistral").name == "mistral"
     with pytest.raises(InvalidRequest, match="unknown tool_format 'xml'; known: hermes, llama3, mistral, qwen-coder"):
-        choose_format(chat("qwen3", tools=[TOOL]), tokenizer("qwen3"), "xml")
+        choose_format(chat("qwen3"), tokenizer("qwen3"), "xml")
 
 
 def test_the_tokenizers_own_response_template_comes_first() -> None:
@@ -161,10 +141,7 @@ class Replying:
     """A tool sink over a tokenizer, and what it emitted."""
 
     def __init__(self, family: str, extra: Sequence[str], name: str, stop: Sequence[str] = (), taken: Any = ()) -> None:
-        raw = type(tokenizer(family).backend_tokenizer).from_str(tokenizer(family).backend_tokenizer.to_str())
-        raw.add_special_tokens([AddedToken(token, normalized=False) for token in extra])
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=FAMILIES[family][3])
-        self.tokenizer.chat_template = FAMILIES[family][0]
+        self.tokenizer = with_special(family, extra)
         use = ToolUse.of(ChatTemplate(self.tokenizer, tools=[TOOL], now=NOW), self.tokenizer, [TOOL], name)
         self.emitted: list[str | ToolCall] = []
         end = {self.tokenizer.eos_token_id}

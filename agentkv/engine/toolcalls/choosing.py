@@ -15,8 +15,10 @@ from agentkv.engine.rendering import PROBE
 from agentkv.engine.templates import ChatTemplate
 from agentkv.engine.toolcalls import TOOL_FORMATS, CallPart, Schemas, ToolFormat, has_response_template
 from agentkv.errors import Unsupported
+from agentkv.schemas.constraints import Constraint
+from agentkv.schemas.tool_choice import ToolChoice
 
-__all__ = ["ToolUse", "choose_format", "schemas_of"]
+__all__ = ["ToolUse", "check_format", "choose_format", "schemas_of"]
 
 _BY_CALL = ("hermes", "qwen-coder", "mistral", "llama3")
 _VALUE = {"value": f"{PROBE}v"}
@@ -31,11 +33,15 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one session's tools are called. ``hidden``: ids of special tokens that are no text to the format's parser."""
+    """How one session's tools are called. ``hidden``: ids of special tokens that are no text to the format's parser.
+
+    ``writer``: the format that forces calls, such that ``format`` reads them; ``None`` where there is none.
+    """
 
     format: ToolFormat
     tools: Schemas
     hidden: frozenset[int]
+    writer: ToolFormat | None
 
     @classmethod
     def of(
@@ -45,7 +51,30 @@ class ToolUse:
         form = choose_format(template, tokenizer, wanted)
         markers = form.markers(tokenizer)
         special = special_tokens(tokenizer).items()
-        return cls(form, schemas_of(tools), frozenset(index for token, index in special if token not in markers))
+        hidden = frozenset(index for token, index in special if token not in markers)
+        return cls(form, schemas_of(tools), hidden, _writer(form, template, tokenizer))
+
+    def forced(self, choice: ToolChoice, tokenizer: Any) -> Constraint:
+        """What an output under ``required`` looks like: one call of the tool that is named, or of any, one or more.
+
+        ``Unsupported`` for a format that cannot be forced, or a schema that no grammar can follow.
+        """
+        if self.writer is None:
+            raise Unsupported(
+                f"tool_choice 'required' with the tool format {self.format.name!r}",
+                "no grammar is known for its calls; use 'auto', or open the runtime with another tool_format",
+                param="tool_choice",
+            )
+        tools = self.tools if choice.name is None else {choice.name: self.tools[choice.name]}
+        grammar = self.writer.forced(tools, tokenizer, many=choice.name is None)
+        assert grammar is not None
+        return Constraint.grammar(grammar)
+
+
+def check_format(name: str) -> None:
+    """``InvalidRequest`` for a name that ``choose_format`` does not know."""
+    if name != "auto":
+        TOOL_FORMATS.get(name)
 
 
 def choose_format(template: ChatTemplate, tokenizer: Any, wanted: str = "auto") -> ToolFormat:
@@ -70,6 +99,17 @@ def choose_format(template: ChatTemplate, tokenizer: Any, wanted: str = "auto") 
         f"tool_format={'text'!r} to get calls as text, or name one of: {', '.join(TOOL_FORMATS)}",
         param="tools",
     )
+
+
+def _writer(form: ToolFormat, template: ChatTemplate, tokenizer: Any) -> ToolFormat | None:
+    """Itself, or for what a tokenizer describes the known format that its chat template writes, if both agree."""
+    if form.forces:
+        return form
+    written = template.written_call(PROBE, _VALUE)
+    if form.name != "transformers" or written is None or not _reads(form, written, tokenizer):
+        return None
+    known = (TOOL_FORMATS.get(name) for name in _BY_CALL)
+    return next((each for each in known if _reads(each, written, tokenizer)), None)
 
 
 def _reads(form: ToolFormat, written: str, tokenizer: Any) -> bool:

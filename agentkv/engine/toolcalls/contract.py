@@ -67,6 +67,8 @@ class ToolFormat(ABC):
     """One way in which models write calls. Stateless."""
 
     name: ClassVar[str]
+    forces: ClassVar[bool] = False
+    """Whether outputs can be forced to be calls: whether ``forced`` gives a grammar."""
 
     @abstractmethod
     def markers(self, tokenizer: Any) -> Collection[str]:
@@ -75,6 +77,11 @@ class ToolFormat(ABC):
     @abstractmethod
     def parser(self, tools: Schemas, tokenizer: Any, *, prompt: str = "") -> ToolParser:
         """A parser for one reply. ``prompt``: the text that opened it, special tokens included."""
+
+    def forced(self, tools: Schemas, tokenizer: Any, *, many: bool) -> str | None:
+        """A grammar of outputs that are a call of one of ``tools``, or ``many``, and nothing else: the parser reads
+        them so. ``None`` where this format has none. ``Unsupported`` for a schema that no grammar can follow."""
+        return None
 
 
 TOOL_FORMATS: Registry[ToolFormat] = Registry("tool_format")

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
@@ -16,10 +17,11 @@ from agentkv.engine.toolcalls.blocks import BlockParser
 from agentkv.engine.toolcalls.calls import call_of, loaded
 from agentkv.engine.toolcalls.contract import TOOL_FORMATS, Schemas, ToolFormat
 from agentkv.engine.toolcalls.cursor import Cursor, Reader, json_object, literal, space
+from agentkv.engine.toolcalls.forcing import arguments_rule, call_rules, literal_of, marker_of
 
 __all__ = ["HermesFormat"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN, _CLOSE, _BETWEEN = "<tool_call>", "</tool_call>", "\n"
 
 
 class _Parser(BlockParser):
@@ -45,6 +47,7 @@ class HermesFormat(ToolFormat):
     """JSON in ``<tool_call>`` tags, one call a block."""
 
     name = "hermes"
+    forces = True
 
     def markers(self, tokenizer: Any) -> Collection[str]:
         """See ``ToolFormat``."""
@@ -53,6 +56,18 @@ class HermesFormat(ToolFormat):
     def parser(self, tools: Schemas, tokenizer: Any, *, prompt: str = "") -> _Parser:
         """See ``ToolFormat``."""
         return _Parser(tools)
+
+    def forced(self, tools: Schemas, tokenizer: Any, *, many: bool) -> str:
+        """See ``ToolFormat``."""
+        opening, closing = marker_of(tokenizer, _OPEN), marker_of(tokenizer, _CLOSE)
+
+        def write(name: str, prefix: str, args: str) -> tuple[str, str]:
+            head = literal_of(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+            tail = literal_of("}\n")
+            return f"{opening} {head} {args} {tail} {closing}", arguments_rule(args, name, tools)
+
+        start = f"call ({literal_of(_BETWEEN)} call)*" if many else "call"
+        return f"start: {start}\n{call_rules(tools, write)}"
 
 
 TOOL_FORMATS.register(HermesFormat.name)(HermesFormat())

@@ -9,6 +9,7 @@ Code that the built-in interpreter would run after ``<|python_tag|>`` is text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any
 
@@ -16,6 +17,7 @@ from agentkv.engine.toolcalls.blocks import BlockParser
 from agentkv.engine.toolcalls.calls import call_of, loaded
 from agentkv.engine.toolcalls.contract import TOOL_FORMATS, Schemas, ToolFormat
 from agentkv.engine.toolcalls.cursor import Cursor, Reader, json_object, literal, space
+from agentkv.engine.toolcalls.forcing import arguments_rule, call_rules, literal_of
 
 __all__ = ["Llama3Format"]
 
@@ -47,6 +49,7 @@ class Llama3Format(ToolFormat):
     """JSON with ``parameters``."""
 
     name = "llama3"
+    forces = True
 
     def markers(self, tokenizer: Any) -> Collection[str]:
         """See ``ToolFormat``."""
@@ -55,6 +58,15 @@ class Llama3Format(ToolFormat):
     def parser(self, tools: Schemas, tokenizer: Any, *, prompt: str = "") -> _Parser:
         """See ``ToolFormat``."""
         return _Parser(tools)
+
+    def forced(self, tools: Schemas, tokenizer: Any, *, many: bool) -> str:
+        """See ``ToolFormat``. One call: these templates show no more."""
+
+        def write(name: str, prefix: str, args: str) -> tuple[str, str]:
+            head = literal_of(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ')
+            return f"{head} {args} {literal_of('}')}", arguments_rule(args, name, tools)
+
+        return f"start: call\n{call_rules(tools, write)}"
 
 
 TOOL_FORMATS.register(Llama3Format.name)(Llama3Format())

@@ -8,14 +8,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from agentkv.engine.encode import special_tokens
 from agentkv.engine.toolcalls.blocks import BlockParser
 from agentkv.engine.toolcalls.calls import call_of, loaded
 from agentkv.engine.toolcalls.contract import TOOL_FORMATS, Markup, Schemas, TextPart, ToolFormat
 from agentkv.engine.toolcalls.cursor import SPACE, Cursor, Reader, json_object, one_of, peek, space, word
+from agentkv.engine.toolcalls.forcing import arguments_rule, call_rules, literal_of, marker_of
 
 __all__ = ["MistralFormat"]
 
@@ -78,6 +81,7 @@ class MistralFormat(ToolFormat):
     """``[TOOL_CALLS]``, both ways."""
 
     name = "mistral"
+    forces = True
 
     def markers(self, tokenizer: Any) -> Collection[str]:
         """See ``ToolFormat``."""
@@ -86,6 +90,24 @@ class MistralFormat(ToolFormat):
     def parser(self, tools: Schemas, tokenizer: Any, *, prompt: str = "") -> _Parser:
         """See ``ToolFormat``."""
         return _Parser(tools)
+
+    def forced(self, tools: Schemas, tokenizer: Any, *, many: bool) -> str:
+        """See ``ToolFormat``. By name where the tokenizer has a token for that, else as a list."""
+        calls, args_marker = marker_of(tokenizer, _CALLS), marker_of(tokenizer, _ARGS)
+
+        def named(name: str, prefix: str, args: str) -> tuple[str, str]:
+            return f"{calls} {literal_of(name)} {args_marker} {args}", arguments_rule(args, name, tools)
+
+        def listed(name: str, prefix: str, args: str) -> tuple[str, str]:
+            head = literal_of(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+            before, behind = literal_of(', "id": "'), literal_of('"}')
+            return f"{head} {args} {before} ID {behind}", arguments_rule(args, name, tools)
+
+        if _ARGS in special_tokens(tokenizer):
+            return f"start: call{'+' if many else ''}\n{call_rules(tools, named)}"
+        inside = f"call ({literal_of(', ')} call)*" if many else "call"
+        start = f"{calls} {literal_of(' [')} {inside} {literal_of(']')}"
+        return f"start: {start}\nID: /[a-zA-Z0-9]{{9}}/\n{call_rules(tools, listed)}"
 
 
 TOOL_FORMATS.register(MistralFormat.name)(MistralFormat())

@@ -7,15 +7,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from agentkv.engine.detokenize import TextStream
-from agentkv.engine.job import TokenSink, Verdict
+from agentkv.engine.job import Verdict
 from agentkv.engine.sampling import TokenLogprob
+from agentkv.engine.sink import ReplySink
 from agentkv.engine.toolcalls.contract import CallPart, Part, TextPart, ToolParser
 from agentkv.schemas.messages import ToolCall
 
 __all__ = ["ToolSink"]
 
 
-class ToolSink(TokenSink):
+class ToolSink(ReplySink):
     """Emits text and calls as they become certain. ``emit`` is called on the model thread, never with empty text.
 
     ``hidden``: ids that have no text, as the format has it. ``taken``: ids of earlier calls, which no new one may have.
@@ -43,7 +44,7 @@ class ToolSink(TokenSink):
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far, in order."""
+        """See ``ReplySink``."""
         return tuple(self._calls)
 
     def push(self, token: int, logprob: TokenLogprob | None) -> Verdict:
@@ -54,7 +55,7 @@ class ToolSink(TokenSink):
         return "stop" if token in self._end_ids or delta.stopped else "go on"
 
     def finish(self) -> str:
-        """Emit what was held back; the whole text, without the calls. Call once, after the last token."""
+        """See ``ReplySink``."""
         rest = self._stream.flush()
         if rest:
             self._take(self._parser.feed(rest))
