@@ -147,7 +147,8 @@ async def survives(home: Path, prepared: Prepared, reports: list[Any]) -> int:
 
 def test_every_fault_point_is_killed_at() -> None:
     text = "".join(file.read_text() for file in SOURCES.rglob("*.py"))
-    assert set(re.findall(r'fault_point\("([^"]+)"\)', text)) == POINTS.keys()
+    imports = {"import.before_commit"}  # killed at in test_moving_faults.py
+    assert set(re.findall(r'fault_point\("([^"]+)"\)', text)) == POINTS.keys() | imports
 
 
 def test_the_script_that_is_killed_ends_well_by_itself(prepared: Prepared, nursery: Nursery, tmp_path: Path) -> None:

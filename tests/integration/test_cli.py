@@ -63,7 +63,8 @@ def test_an_error_is_one_line_and_exit_status_one(tmp_path: Path) -> None:
 def test_a_chat_goes_on_in_another_process_and_reuses_its_tokens(tmp_path: Path, model: Path) -> None:
     home = tmp_path / "home"
     options = ("--home", home, "--model", model, "--device", "cpu", "--max-tokens", 8)
-    first = agentkv("chat", "--system", "You are terse.", *options, given="How is Paris?\n/info\nAnd the weather?\n")
+    said = "How is Paris?\n/info\nAnd the weather?\n"
+    first = agentkv("chat", "--system", "You are terse. " * 8, *options, given=said)
     assert first.returncode == 0, first.stderr
     session = re.search(r"sess_[0-9a-f]+", first.stdout)
     assert session is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from homes import check_home, model_folder, opened, prompt, said, turns
 from typer.testing import CliRunner
 
@@ -63,20 +64,26 @@ def home(prepared: Prepared, tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def agentkv(*args: object, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit status and output; an error that is not the product's own is raised."""
+def run(*args: object, env: dict[str, str] | None = None) -> Result:
+    """An error that is not the product's own is raised."""
     done = CliRunner().invoke(
         app, [str(arg) for arg in args], env={"AGENTKV_DISK_MARGIN": "0", "COLUMNS": "300", **(env or {})}
     )
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
+    return done
+
+
+def agentkv(*args: object, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit status and output, what is logged included."""
+    done = run(*args, env=env)
     return done.exit_code, done.output
 
 
 def as_json(*args: object, status: int = 0) -> dict[str, Any]:
-    code, text = agentkv(*args, "--json")
-    assert code == status, text
-    return json.loads(text)  # type: ignore[no-any-return]
+    done = run(*args, "--json")
+    assert done.exit_code == status, done.output
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 def blob(home: Path, name: str) -> Path:
