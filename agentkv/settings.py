@@ -114,8 +114,8 @@ class Settings(BaseSettings):
     max_tokens: int = Field(512, ge=1, description="Generation limit of a turn that names none.")
     prepare_schemas: bool = Field(
         False,
-        description="Make the tokenizer's tables for `schema=` when the runtime opens. At their first use they hold the "
-        "process up for a moment: 0.4 s for 50,000 tokens, several seconds for 250,000.",
+        description="Make the tokenizer's tables for `schema=` when the runtime opens. At their first use they hold "
+        "the process up for a moment: 0.4 s for 50,000 tokens, several seconds for 250,000.",
     )
     tool_format: str = Field(
         "auto",

@@ -101,6 +101,9 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)
     tokenizer = _tokenizer(local)
     end_ids = _end_ids(model, tokenizer)
+    grammars = Grammars(tokenizer, adapter.vocab_size, end_ids)
+    if settings.prepare_schemas:
+        grammars.warm()
     return LoadedModel(
         name=local.name,
         path=local.path,
@@ -116,7 +119,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
         ),
         end_ids=end_ids,
         piece=piece,
-        grammars=Grammars(tokenizer, adapter.vocab_size, end_ids),
+        grammars=grammars,
     )
 
 

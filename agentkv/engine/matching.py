@@ -65,17 +65,22 @@ class Matcher:
 
     def advance(self, token: int) -> None:
         """``token`` was chosen. Begins to compute the next mask, unless it was the last."""
+        self._settle()
         if not self._grammar.consume_token(token):
             raise EngineFailed(f"token {token} was chosen where the {self._param} does not allow it")
         self._went_on(1)
 
     def copy(self) -> Self:
         """Another output that has begun with the same tokens."""
-        if self._mask is not None:
-            self._mask.exception()  # while it is computed, the grammar is not to be looked at
+        self._settle()
         twin = type(self)(self._grammar.deep_copy(), self._width, self._workers, self._param)
         twin._tokens, twin._mask, twin.finished = self._tokens, self._mask, self.finished
         return twin
+
+    def _settle(self) -> None:
+        """While a mask is computed, the grammar is not to be touched."""
+        if self._mask is not None:
+            self._mask.exception()
 
     def _went_on(self, tokens: int) -> None:
         self._tokens += tokens

@@ -62,7 +62,7 @@ class Sampler:
         """Whether the argmax of the raw logits is the answer."""
 
     def sample(self, logits: Tensor, history: Sequence[int]) -> int:
-        """The next token from ``logits [V]`` (any dtype; never one of ``-inf``), given all ids of the session so far."""
+        """The next token from ``logits [V]`` (any dtype; ``-inf`` is never chosen), given all ids of the session."""
         scores = logits.float()[None]
         if self._processors:
             ids = torch.tensor([list(history)] if self.needs_history else [[0]], device=logits.device)

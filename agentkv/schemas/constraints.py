@@ -46,7 +46,10 @@ class Constraint:
         """
         model = schema if isinstance(schema, type) else None
         document = schema if model is None else _document(model)
-        return cls("json", json.dumps(narrowed(read(document)), ensure_ascii=False), model)
+        smaller = narrowed(read(document))
+        if smaller is False:
+            raise InvalidRequest("schema: # is false: no output follows it", param="schema")
+        return cls("json", json.dumps({} if smaller is True else smaller, ensure_ascii=False), model)
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
@@ -64,11 +67,7 @@ class Constraint:
     @classmethod
     def rule(cls, schema: type[BaseModel] | Mapping[str, Any] | bool) -> str:
         """The right-hand side of a rule for JSON that follows ``schema``, to be written into a grammar."""
-        document = json.loads(cls.json(schema).text)
-        if document is False:
-            raise InvalidRequest("schema: # is false: no output follows it", param="schema")
-        node = {} if document is True else document
-        return "%json " + json.dumps({**node, "x-guidance": _FORM})
+        return "%json " + json.dumps({**json.loads(cls.json(schema).text), "x-guidance": _FORM})
 
     @property
     def form(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 from agentkv.errors import InvalidRequest, Unsupported
 
-__all__ = ["Node", "Schema", "children", "mapped", "pointer", "read", "resolve"]
+__all__ = ["Node", "Schema", "children", "mapped", "places", "pointer", "read", "resolve"]
 
 Node = dict[str, Any]
 """A schema that is an object, read: no annotations, only keywords that are honoured."""
@@ -84,7 +84,7 @@ def read(schema: Any) -> Schema:
         raise InvalidRequest(f"schema: it holds what JSON has no form for: {error}", param="schema") from None
     if size > _LARGEST:
         raise InvalidRequest(f"schema: {size:,} characters of JSON, at most {_LARGEST:,} are read", param="schema")
-    _check_references(document, document, "#")
+    _check_references(document)
     return document
 
 
@@ -101,6 +101,13 @@ def children(node: Schema) -> Iterator[tuple[str, Schema]]:
     for key in _MAPS:
         for name, child in node.get(key, {}).items():
             yield f"/{key}/{pointer(name)}", child
+
+
+def places(node: Schema, place: str = "#") -> Iterator[tuple[str, Schema]]:
+    """The schema at ``place`` and all that it holds."""
+    yield place, node
+    for step, child in children(node):
+        yield from places(child, place + step)
 
 
 def mapped(node: Node, change: Callable[[Schema, str], Schema]) -> Node:
@@ -228,14 +235,14 @@ def _read_value(value: Any, place: str, depth: int) -> Any:
     if isinstance(value, list | tuple):
         return [_read_value(each, f"{place}/{index}", depth + 1) for index, each in enumerate(value)]
     if isinstance(value, int | float) and not isinstance(value, bool) and not _is_exact(value):
-        raise Unsupported(f"a number of more than 15 digits, at {place},", "say minimum and maximum", param="schema")
+        raise Unsupported(f"a number of so many digits, at {place},", "at most 15 are read exactly", param="schema")
     return value
 
 
 def _is_exact(value: int | float) -> bool:
     """Whether every reader of JSON, llguidance's too, reads the same number."""
     if isinstance(value, int):
-        return abs(value) < 2**63
+        return abs(value) < 2**53
     if not math.isfinite(value):
         return True  # it has no form in JSON; that is another complaint
     _, digits, exponent = Decimal(repr(value)).as_tuple()
@@ -282,19 +289,12 @@ def _check_dialect(schema: Mapping[Any, Any]) -> None:
         )
 
 
-def _check_references(document: Schema, node: Schema, place: str) -> None:
-    if isinstance(node, bool):
-        return
-    if (reference := node.get("$ref")) is not None:
-        try:
-            found = resolve(document, reference)
-        except KeyError:
-            message = f"schema: {place}/$ref points to {reference}, which is not there"
-            raise InvalidRequest(message, param="schema") from None
-        if not isinstance(found, dict | bool):
-            raise InvalidRequest(f"schema: {place}/$ref points to {reference}, which is no schema", param="schema")
-    for step, child in children(node):
-        _check_references(document, child, place + step)
+def _check_references(document: Schema) -> None:
+    found = dict(places(document))
+    for place, node in found.items():
+        reference = None if isinstance(node, bool) else node.get("$ref")
+        if reference is not None and reference not in found:
+            raise InvalidRequest(f"schema: {place}/$ref points to {reference}, where no schema is", param="schema")
 
 
 def _malformed(place: str, what: str, value: object) -> InvalidRequest:

@@ -12,12 +12,11 @@ Every output of the smaller schema is one of the schema that was given. What is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.formats import ANY_TEXT, FORMATS, NUMERIC_FORMATS
-from agentkv.schemas.json_schema import Node, Schema, children, mapped, resolve
+from agentkv.schemas.json_schema import Node, Schema, mapped, places, resolve
 
 __all__ = ["narrowed"]
 
@@ -45,7 +44,9 @@ class _Narrowing:
         self._told_apart: set[int] = set()
         self._combines = False
         multiples: dict[Decimal, str] = {}
-        for place, node in _all(document, "#"):
+        for place, node in places(document):
+            if isinstance(node, bool):
+                continue
             constraints = node.keys() - _ASIDE
             combining = constraints.intersection(_COMBINING)
             self._combines |= "allOf" in combining or bool(combining and len(constraints) > 1)
@@ -110,14 +111,6 @@ class _Narrowing:
                 return branch if branch.get("type") == "object" else None
             branch = resolve(self._document, branch["$ref"])
         return None
-
-
-def _all(node: Schema, place: str) -> Iterator[tuple[str, Node]]:
-    """The schema at ``place`` and all that it holds, each with its place."""
-    if not isinstance(node, bool):
-        yield place, node
-        for step, child in children(node):
-            yield from _all(child, place + step)
 
 
 def _values(branch: Node, name: str) -> set[str]:

@@ -38,6 +38,8 @@ class Session:
     Turns take sampling parameters by their usual names: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
     ``repetition_penalty``, ``seed``, ``stop``, ``max_tokens``, ``logprobs``, ``ignore_eos``. Without a temperature
     decoding is greedy. ``max_tokens`` is cut to what the model's context leaves; ``finish_reason`` is then ``length``.
+    ``schema`` (a pydantic class or a JSON Schema), ``response_format`` or ``constraint`` make the reply follow it:
+    ``Reply.parsed`` is what it says.
 
     One turn at a time: a second raises ``SessionBusy``, or waits with ``wait=True`` for at most
     ``Settings.busy_wait_seconds``. Cancelling a turn's task, or leaving its stream early, rolls the turn back.

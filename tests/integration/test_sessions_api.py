@@ -440,7 +440,7 @@ def python(program: str) -> str:
 def test_importing_agentkv_imports_nothing_heavy() -> None:
     loaded = python(
         "import sys, agentkv; from agentkv import AgentKV, AgentKVError, Reply, Settings, TextDelta\n"
-        "heavy = ['torch', 'transformers', 'sqlalchemy', 'aiohttp', 'numpy', 'tokenizers']\n"
+        "heavy = ['torch', 'transformers', 'sqlalchemy', 'aiohttp', 'numpy', 'tokenizers', 'llguidance']\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     assert loaded == "[]"

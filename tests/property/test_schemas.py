@@ -17,7 +17,7 @@ from agentkv.schemas.constraints import Constraint
 NAMES = st.sampled_from(["a", "b", "name", "ä", 'q"', "a b", "~/", "$ref"])
 TEXTS = st.text('aé\n"\\/', max_size=4)
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6), TEXTS)
-EXACT = st.one_of(st.none(), st.booleans(), st.integers(-(2**62), 2**62), st.sampled_from([0.5, -2.25]), TEXTS)
+EXACT = st.one_of(st.none(), st.booleans(), st.integers(-(2**53) + 1, 2**53 - 1), st.sampled_from([0.5, -2.25]), TEXTS)
 BOUNDS = st.one_of(
     st.integers(-(10**4), 10**4), st.floats(-1e4, 1e4), st.floats(-1e-4, 1e-4), st.integers(-(2**60), 2**60)
 )
