@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import AgentKVError
-from agentkv.policies.retention import Full, RetentionPolicy, SinkWindow, SlidingWindow, TurnWindow
+from agentkv.policies.retention import Adaptive, Full, RetentionPolicy, SinkWindow, SlidingWindow, TurnWindow
 from agentkv.types import ExportReport, ImportReport, RestoreReport, SuspendReport, Usage
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "AgentKV",
     "AgentKVError",
     "Constraint",

@@ -62,7 +62,9 @@ class Settings(BaseSettings):
         "`quantized:int8` and `quantized:int4` (each also with `:static` or `:paged`) hold all but the first 16 and "
         "the last 128 or more tokens in 8 or 4 bits.",
     )
-    default_policy: str = Field("full", description="Retention policy of sessions that name none, e.g. `sink:4096`.")
+    default_policy: str = Field(
+        "full", description="Retention policy of sessions that name none, e.g. `sink:4096`, `adaptive`."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: one a core.")
     database: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in the home folder.")
     offline: bool = Field(False, description="Never touch the network; models must be local already.")
@@ -91,6 +93,10 @@ class Settings(BaseSettings):
     admission_seconds: float = Field(30.0, ge=0, description="Longest wait of a turn for device memory.")
     admission_queue: int = Field(256, ge=0, description="Most turns that wait for it; another one is refused at once.")
     pin_budget: Amount = Field("50%", description="Bytes, or share of device_budget, that pinned sessions may hold.")
+    adaptive_budget: Amount = Field(
+        "25%",
+        description="Bytes, or share of device_budget, that the tokens of a session under policy `adaptive` may take.",
+    )
     disk_margin: Amount = Field("1GiB", description="Free space on the file system that is never used.")
 
     blobs_url: str | None = Field(

@@ -23,7 +23,7 @@ Model = Annotated[
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N, or auto.")]
 Policy = Annotated[
-    str | None, typer.Option("--policy", help="What stays in the KV state: full, sink:4096, turns:8192 …")
+    str | None, typer.Option("--policy", help="What stays in the KV state: full, sink:4096, turns:8192, adaptive …")
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

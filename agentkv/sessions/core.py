@@ -37,7 +37,8 @@ class SessionCore:
     stored yet. ``held``: its chunks in the host tier, with their bytes; ``unsaved``: what
     of them the disk refused, behind the manifest's end. ``short``: why the last restore brought back fewer tokens than
     the last commit had. ``uses``: its turns, old ones fading; ``gap``: its mean pause; ``expected_at`` and
-    ``pinned_until``: its user's hints, in monotonic seconds.
+    ``pinned_until``: its user's hints, in monotonic seconds. ``parsed``: its policy, behind the text that
+    it was read from.
     """
 
     record: SessionRecord
@@ -64,6 +65,7 @@ class SessionCore:
     pinned_until: float = 0.0
     last_used: float = field(default_factory=time.monotonic)
     deleted: bool = False
+    parsed: tuple[str, RetentionPolicy] | None = None
     items: int = 0
     views: list[ItemView] = field(default_factory=list)
     last_item: ItemRecord | None = None
@@ -203,7 +205,9 @@ class SessionCore:
     @property
     def policy(self) -> RetentionPolicy:
         """What stays in its KV state. ``InvalidRequest`` where the policy is not installed any more."""
-        return parse_policy(self.record.policy)
+        if self.parsed is None or self.parsed[0] != self.record.policy:
+            self.parsed = self.record.policy, parse_policy(self.record.policy)
+        return self.parsed[1]
 
     @property
     def evicts(self) -> bool:

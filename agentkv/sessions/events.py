@@ -23,6 +23,7 @@ EventKind = Literal[
     "fallback",
     "demoted",
     "evicted",
+    "adapted",
     "deleted",
     "storage_full",
     "storage_ok",
@@ -46,8 +47,8 @@ class LifecycleEvent:
     ``restored`` and ``demoted`` name tier, tokens, bytes or seconds; ``recomputed`` is a restore that was passed over
     since computing was expected to be faster, and like ``restored`` names what either was expected to take;
     ``fallback`` names the reason why stored KV was not used, in a word and (``detail``) in a sentence; ``evicted`` what
-    a retention policy gave up; ``refused`` a turn for which there was no memory; ``lost`` how many events a slow reader
-    missed.
+    a retention policy gave up; ``adapted`` which policy an adaptive session is under from now on, and which before;
+    ``refused`` a turn for which there was no memory; ``lost`` how many events a slow reader missed.
     """
 
     kind: EventKind

@@ -18,7 +18,7 @@ from agentkv.engine.templates import ChatTemplate
 from agentkv.engine.toolcalls.choosing import check_format
 from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound, Unsupported
 from agentkv.logs import Log, fault
-from agentkv.policies.retention import RetentionPolicy, check_fits, parse_policy, policy_text
+from agentkv.policies.retention import Adaptive, RetentionPolicy, check_fits, parse_policy, policy_text
 from agentkv.schemas.messages import Message, MessageInput
 from agentkv.schemas.replies import Event
 from agentkv.sessions.branching import RewindReport
@@ -81,12 +81,12 @@ class Sessions:
     ) -> Session:
         """A new conversation. System prompt, tools and template arguments are frozen with it.
 
-        ``policy``: what stays in the KV state, ``SinkWindow(4096)`` or its text ``"sink:4096"``; by default
-        ``Settings.default_policy``. Raises ``InvalidRequest`` for what the template, the model or this runtime cannot
-        honour.
+        ``policy``: what stays in the KV state, ``SinkWindow(4096)`` or its text ``"sink:4096"``; ``"adaptive"`` keeps
+        everything as long as that fits; by default ``Settings.default_policy``. Raises ``InvalidRequest`` for what the
+        template, the model or this runtime cannot honour.
         """
         self._check_open()
-        retention = parse_policy(self._settings.default_policy if policy is None else policy)
+        retention = _chosen(self._settings.default_policy if policy is None else policy)
         self._check_movable(retention)
         codec = idle_codec or self._settings.idle_codec
         self.tiers.writer.codec(codec)
@@ -147,7 +147,7 @@ class Sessions:
 
     def _check_movable(self, policy: RetentionPolicy) -> None:
         fixed = self._model.adapter.geometry.fixed
-        if policy.window is not None and fixed is not None:
+        if policy.evicts and fixed is not None:
             raise Unsupported(
                 f"policy {policy.name!r} with {self._model.name!r}",
                 f"{fixed}, so that nothing can be evicted: use 'full'",
@@ -156,12 +156,13 @@ class Sessions:
 
     async def set_policy(self, core: SessionCore, policy: str | RetentionPolicy) -> None:
         """See ``Session.set_policy``."""
-        retention = parse_policy(policy)
+        retention = _chosen(policy)
         self._check_movable(retention)
         text = policy_text(retention)
         async with core.turn(None):
             check_fits(retention, Span(0, core.record.pinned), self._model.context_limit)
-            if text == core.record.policy:
+            # An adaptive session is what it is asked to be, whatever it is under now.
+            if text in (core.record.policy, core.record.policy.partition(":now=")[0]):
                 return
             self._check_pinned(core.record, retention)
             if core.kv is not None and self.tiers.layout.reserves:
@@ -174,7 +175,7 @@ class Sessions:
         """No policy promises what an earlier one has evicted."""
         wanted = min(policy.pinned_tokens(Span(0, record.pinned)), record.pinned, record.kv_length)
         held = sum(len(span.intersect(Span(0, wanted))) for span in record.held.kept)
-        if policy.window is not None and held < wanted:
+        if policy.evicts and held < wanted:
             raise InvalidRequest(
                 f"policy {policy.name!r} keeps the first {wanted:,} tokens (system prompt and tools), of which "
                 f"{record.policy!r} has evicted {wanted - held:,}: go on under it or 'full', or begin a new session",
@@ -418,6 +419,17 @@ class Sessions:
                     if core.kv is not None:
                         core.kv.close()
                         core.kv = None
+
+
+def _chosen(policy: str | RetentionPolicy) -> RetentionPolicy:
+    """A policy that somebody chooses: an adaptive one finds by itself what it is under."""
+    chosen = parse_policy(policy)
+    if isinstance(chosen, Adaptive) and chosen.window is not None:
+        raise InvalidRequest(
+            f"policy 'adaptive' begins as 'full' and moves by itself: give it without now={chosen.now!r}",
+            param="policy",
+        )
+    return chosen
 
 
 def _head_records(system: str | None, head: Sequence[int], now: float) -> tuple[list[ItemRecord], TurnRecord | None]:

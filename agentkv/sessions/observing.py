@@ -37,6 +37,10 @@ class Observer:
         if evicted:
             self.events.emit("evicted", core.id, tokens=evicted)
 
+    def adapted(self, core: SessionCore, before: str, after: str) -> None:
+        """A turn was committed with which an adaptive session came under another policy."""
+        self.events.emit("adapted", core.id, policy=after, before=before, tokens=core.record.ledger_length)
+
     def restored(self, core: SessionCore, report: RestoreReport, recompute: float | None) -> None:
         """Its KV is on the device again, all of it or a part; ``recompute``: expected seconds for what was reused.
 

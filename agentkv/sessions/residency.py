@@ -53,6 +53,8 @@ class Residency:
         self.context = context
         self.policy = policy
         self.budget = budget
+        self.share = context
+        """Tokens that an adaptive session may hold."""
         self.rates = Rates()
         self.admission = Admission(most_waiting, wait_seconds)
 
@@ -125,6 +127,17 @@ class Residency:
             )
         core.reserved += needed
 
+    def tokens_within(self, nbytes: int) -> int:
+        """Most tokens, of those that the model attends to, whose KV takes at most so many bytes."""
+        low, high = 0, min(self.context, 2**20)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._layout.bytes_needed(None, middle, middle) <= nbytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def settle(self, core: SessionCore) -> None:
         """After a turn: count what is really reserved."""
         core.reserved = core.kv.nbytes if core.kv is not None else 0
@@ -196,12 +209,6 @@ class Residency:
 
     def _advice(self) -> str:
         """A policy that would fit, or another layout."""
-        low, high = 0, min(self.context, 2**20)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._layout.bytes_needed(None, middle, middle) <= self.budget:
-                low = middle
-            else:
-                high = middle - 1
-        window = low // 256 * 256 or low
+        most = self.tokens_within(self.budget)
+        window = most // 256 * 256 or most
         return f"policy 'sink:{window}' would fit" if window >= 32 else "no policy would fit"

@@ -125,6 +125,8 @@ class AgentKV:
         calibration = await asyncio.to_thread(load_calibration, settings.home, self._model.fingerprints.kv)
         self.sessions = Sessions(settings, self._model, self._repository)
         self.sessions.tiers = self._tiers(blobs, calibration, residency)
+        device = self.sessions.tiers.residency
+        device.share = device.tokens_within(bytes_of(settings.adaptive_budget, device.budget))
         pin_budget = bytes_of(settings.pin_budget, self.sessions.tiers.device_budget)
         self.sessions.hints = Hints(self.sessions.tiers, self.sessions.cores, pin_budget)
         await self._sweep(blobs)

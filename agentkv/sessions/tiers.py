@@ -135,7 +135,7 @@ class Tiers:
         expected = core.record.kv_length
         if expected == 0:
             if core.record.kv_fingerprint != self._fingerprint:
-                core.record = await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
+                await self._claim(core)
             core.kv, core.state = self.open(core, room), SessionState.LIVE
             return RestoreReport("new", 0)
         started = time.perf_counter()
@@ -153,6 +153,11 @@ class Tiers:
         self.observer.restored(core, report, self.residency.rates.estimate(report.source, report.tokens).recompute)
         return report
 
+    async def _claim(self, core: SessionCore) -> None:
+        """Its KV is this model's from now on. Of its record nothing else is read: a turn may be about to change it."""
+        await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
+        core.record = replace(core.record, kv_fingerprint=self._fingerprint)
+
     def open(self, core: SessionCore, room: int = 0) -> SequenceKV:
         """A new, empty state for the session, with room for so many tokens."""
         limit = core.limit(self._context)
@@ -163,7 +168,7 @@ class Tiers:
         if core.record.kv_fingerprint != self._fingerprint:
             # Another model's KV: its bytes make room for this one's.
             await self._forget(core, 0)
-            core.record = await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
+            await self._claim(core)
             core.kv = self.open(core)
             return RestoreReport("recompute", 0, 0.0, None, "fingerprint: stored by another model", expected)
         manifest = (await self.repository.manifest(core.id)).up_to(expected)

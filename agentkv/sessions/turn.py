@@ -23,10 +23,11 @@ from agentkv.engine.sampling import Sampler
 from agentkv.engine.sink import ReplySink, TextSink
 from agentkv.errors import Closed, ContextTooLong, InvalidRequest, Unsupported
 from agentkv.kv.contract import SequenceKV
-from agentkv.policies.retention import ItemView, check_fits, parse_policy
+from agentkv.policies.retention import ItemView
 from agentkv.schemas.messages import Message, ToolCall
 from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta, ToolCallEvent
 from agentkv.schemas.sampling import SamplingParams
+from agentkv.sessions.adapting import adapting, what_would_help
 from agentkv.sessions.attaching import Lead
 from agentkv.sessions.beams import searched
 from agentkv.sessions.calling import Calling, check_results, prepared
@@ -137,7 +138,13 @@ class Turn:
             ledger = await core.load(self._tiers.repository)
             rendered = await asyncio.to_thread(self._render)
             await self._begin_output()
-            async with self._tiers.attaching.attached(core, ledger) as leading:
+            # A search by beams evicts nothing: it takes what the context leaves.
+            searching = self._request.sampling is not None and self._request.sampling.beams > 1
+            more = len(rendered.ids) + (1 if searching else self._wanted)
+            async with (
+                adapting(core, self._tiers, self._items_ahead(rendered), more),
+                self._tiers.attaching.attached(core, ledger) as leading,
+            ):
                 return await self._attached_turn(ledger, rendered, leading)
 
     async def _attached_turn(self, ledger: array[int], rendered: _Rendered, leading: Lead | None) -> Done | Appended:
@@ -214,32 +221,41 @@ class Turn:
         core, request = self._core, self._request
         if core.policy.window is None:
             return None
-        turn = core.record.turns
-        if request.raw:
-            views = [ItemView(span, "user", "tokens", turn) for span in rendered.spans]
-        else:
-            pairs = zip(request.messages, rendered.spans, strict=False)
-            views = [ItemView(span, message.role, message.kind, turn) for message, span in pairs]
+        views = self._items_ahead(rendered)
         if request.sampling is not None:
             kind = "tokens" if request.raw else "message"
-            views.append(ItemView(Span(rendered.prompt.start, 2**62), "assistant", kind, turn))
-        return Retention(core.policy, Span(0, core.record.pinned), (*core.views, *views))
+            views.append(ItemView(Span(rendered.prompt.start, 2**62), "assistant", kind, core.record.turns))
+        return Retention(core.policy, Span(0, core.record.pinned), tuple(views))
+
+    def _items_ahead(self, rendered: _Rendered) -> list[ItemView]:
+        """The session's items and this turn's input."""
+        turn = self._core.record.turns
+        if self._request.raw:
+            views = [ItemView(span, "user", "tokens", turn) for span in rendered.spans]
+        else:
+            pairs = zip(self._request.messages, rendered.spans, strict=False)
+            views = [ItemView(span, message.role, message.kind, turn) for message, span in pairs]
+        return [*self._core.views, *views]
+
+    @property
+    def _wanted(self) -> int:
+        """Tokens to generate, if the context reaches."""
+        sampling = self._request.sampling
+        return 0 if sampling is None else sampling.max_tokens or self._default_max_tokens
 
     def _allowed(self, prompt_tokens: int, sampling: SamplingParams | None) -> int:
         """Tokens that may be generated: what was asked for, as far as the context reaches."""
         limit = self._model.context_limit
         if self._core.policy.window is not None:
-            return 0 if sampling is None else sampling.max_tokens or self._default_max_tokens
+            return self._wanted
         room = limit - prompt_tokens
         if room < (0 if sampling is None else 1):
             raise ContextTooLong(
                 tokens=prompt_tokens + (0 if sampling is None else 1),
                 limit=limit,
-                advice=_advice(self._model, Span(0, self._core.record.pinned)),
+                advice=what_would_help(self._model, Span(0, self._core.record.pinned)),
             )
-        if sampling is None:
-            return 0
-        return min(room, sampling.max_tokens or self._default_max_tokens)
+        return min(room, self._wanted)
 
     def _render(self) -> _Rendered:
         """The turn's input as tokens, with spans in the ledger. Blocking: tokenising long texts takes a while."""
@@ -421,6 +437,8 @@ class Turn:
                 kv_length=kv_length,
                 state="live",
                 placement=placement,
+                policy=core.record.policy,
+                policy_since=core.record.policy_since,
                 instead_of=self._cut,
             )
         )
@@ -499,31 +517,6 @@ def public_item(record: ItemRecord) -> Item:
         span=record.span,
         generated=record.generated,
     )
-
-
-def _advice(model: LoadedModel, pinned: Span) -> str:
-    """What to do about a conversation that has become too long for the model."""
-    if model.adapter.geometry.fixed is not None:
-        return "the model holds no more; start a new session, or send less"
-    policy = _fitting(pinned, model.context_limit)
-    if policy is None:
-        return "system prompt and tools leave no room for more; start a new session with shorter ones, or send less"
-    return (
-        f"give the session a retention policy, which keeps the system prompt and what is recent: create it with "
-        f"policy={policy!r}, or await session.set_policy({policy!r}); or send less"
-    )
-
-
-def _fitting(pinned: Span, limit: int) -> str | None:
-    """The text of a policy under which a session with this pinned span never ends; ``None`` where there is none."""
-    slack = (limit - pinned.stop) // 4
-    for text in (f"sink:{limit // 2}", f"sink:{limit}", f"sink:{limit},slack={slack}"):
-        try:
-            check_fits(parse_policy(text), pinned, limit)
-        except InvalidRequest:
-            continue
-        return text
-    return None
 
 
 def _finish_reason(result: JobResult | None, answer: Message) -> FinishReason | None:

@@ -331,7 +331,9 @@ def test_unknown_settings_are_refused_by_name(tmp_path: Path) -> None:
 
 
 async def test_unknown_arguments_of_create_are_refused_by_name(kv: AgentKV) -> None:
-    with pytest.raises(InvalidRequest, match=r"unknown retention policy 'rolling'; known: full, sink, sliding, turns"):
+    with pytest.raises(
+        InvalidRequest, match=r"unknown retention policy 'rolling'; known: adaptive, full, sink, sliding, turns"
+    ):
         await kv.sessions.create(policy="rolling")
     with pytest.raises(InvalidRequest, match=r"zip.*exact"):
         await kv.sessions.create(idle_codec="zip")

@@ -1,5 +1,6 @@
 """Which tokens of a session stay in its KV state."""
 
+from agentkv.policies.retention.adaptive import Adaptive, Ahead, suited, tool_share, window_kind
 from agentkv.policies.retention.contract import (
     RETENTION,
     ItemView,
@@ -16,6 +17,8 @@ from agentkv.policies.retention.turns import TurnWindow
 
 __all__ = [
     "RETENTION",
+    "Adaptive",
+    "Ahead",
     "Full",
     "ItemView",
     "RetentionPolicy",
@@ -27,4 +30,7 @@ __all__ = [
     "kept_by",
     "parse_policy",
     "policy_text",
+    "suited",
+    "tool_share",
+    "window_kind",
 ]

@@ -67,6 +67,11 @@ class RetentionPolicy(ABC):
         """Tokens freed by one eviction, at least 1."""
         return max(1, (self.window or 0) // 8)
 
+    @DynamicClassAttribute
+    def evicts(self) -> bool:
+        """Whether it evicts, under these arguments or those it will have."""
+        return self.window is not None
+
     def pinned_tokens(self, pinned: Span) -> int:
         """How many tokens from the ledger's start are never evicted, given the session's pinned span."""
         return pinned.stop

@@ -166,6 +166,8 @@ def commit_turn(
     pinned: int | None,
     state: StoredState | None,
     placement: Placement | None,
+    policy: str | None,
+    policy_since: int,
 ) -> None:
     """Append one turn: ledger segment, items, turn, counters (``ids`` packed). ``LedgerConflict`` if overtaken."""
     row = session_row(db, session_id, lock=True)
@@ -181,6 +183,8 @@ def commit_turn(
     row.ledger_length, row.kv_length, row.pinned = span.stop, kv_length, pinned
     row.placement = pack_placement(placement)
     row.turns += 1
+    if policy is not None:
+        row.policy, row.policy_since = policy, policy_since
     row.updated_at = max(row.updated_at, turn.created_at)
     if state is not None:
         _check_state(state)

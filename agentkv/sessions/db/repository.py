@@ -138,14 +138,17 @@ class Repository:
         pinned: int | None = None,
         state: StoredState | None = None,
         placement: Placement | None = None,
+        policy: str | None = None,
+        policy_since: int = 0,
         instead_of: Cut | None = None,
     ) -> None:
         """Append a turn, whole or not at all: its ids, items, the turn itself and the session's counters.
 
         ``expect_length``: the ledger length this turn started from. Raises ``LedgerConflict`` if the ledger is
-        elsewhere (two writers), ``InvalidRequest`` where spans contradict the ids. ``state`` changes in the same
-        transaction where given. ``instead_of``: the turn takes the place of what lies behind that cut, where it
-        started; chunks that lose their last reference with it are left to the next sweep.
+        elsewhere (two writers), ``InvalidRequest`` where spans contradict the ids. ``state``, and ``policy`` with
+        ``policy_since``, change in the same transaction where given. ``instead_of``: the turn takes the place of what
+        lies behind that cut, where it started; chunks that lose their last reference with it are left to the next
+        sweep.
         """
         packed = ledger.pack_ids(ids)
 
@@ -163,6 +166,8 @@ class Repository:
                 pinned=pinned,
                 state=state,
                 placement=placement,
+                policy=policy,
+                policy_since=policy_since,
             )
 
         await self._transactions.write(work)
