@@ -76,6 +76,7 @@ def _observed(settings: Settings) -> Observed:
         idle_codec=settings.idle_codec,
         calibrated=None if stored is None else "exact" if best is None else best.codec,
         live_gate=gate,
+        tool_share=past.tool_share,
     )
 
 

@@ -18,11 +18,20 @@ from agentkv.policies.retention import parse_policy
 
 if TYPE_CHECKING:
     from agentkv.engine.loading import LoadedModel
+    from agentkv.sessions.observed import Reuse
     from agentkv.settings import Settings
 
 __all__ = ["examine"]
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "sqlalchemy", "aiosqlite", "aiohttp", "zstandard")
+_COMPUTED_AGAIN = {
+    "unstored": "let processes end by `await kv.close()`, or call `await kv.flush()` before they are killed",
+    "fingerprint": "the model was another one, in its weights, dtype or rope; this passes",
+    "missing": "find out what deletes chunk files, or why none were written",
+    "unreachable": "the store that blobs_url names did not answer",
+}
+"""What to do where much of the known KV was not used, by the first word of the reason."""
+_FAULTY = "`agentkv store verify` names the files that are faulty"
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "bf16", "asimd", "sve")
 
 
@@ -32,10 +41,30 @@ class _Checkup:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.problems: list[dict[str, str]] = []
+        self.warnings: list[dict[str, str]] = []
         self.notes: list[str] = []
 
     def problem(self, what: str, do: str) -> None:
         self.problems.append({"what": " ".join(what.split()), "do": do})
+
+    def reuse(self, seen: Reuse) -> dict[str, Any]:
+        """How much of what recent turns could have reused they did."""
+        from agentkv.policies.advisor import USUAL_HIT_RATE
+
+        if seen.rate is not None and seen.rate < USUAL_HIT_RATE:
+            again = [
+                f"{tokens:,} were computed again ({reason}): {_COMPUTED_AGAIN.get(reason, _FAULTY)}"
+                for reason, tokens in list(seen.computed_again.items())[:3]
+            ]
+            self.warnings.append(
+                {
+                    "what": f"the last {seen.turns:,} turns reused {seen.reused_tokens:,} of {seen.known_tokens:,} "
+                    f"tokens that were known already, {seen.rate:.0%}; {USUAL_HIT_RATE:.0%} and more is usual",
+                    "do": "; ".join(again) or "`agentkv store verify` checks stored KV",
+                }
+            )
+        rate = None if seen.rate is None else round(seen.rate, 4)
+        return {"known_tokens": seen.known_tokens, "reused_tokens": seen.reused_tokens, "hit_rate": rate}
 
     def versions(self) -> dict[str, Any]:
         from agentkv import __version__
@@ -130,6 +159,7 @@ class _Checkup:
     async def storage(self, home: dict[str, Any]) -> dict[str, Any] | None:
         """Sessions and chunk files, where the home can be had."""
         from agentkv.cli.stored import is_empty, stored_home
+        from agentkv.sessions.observed import recent_reuse
 
         if not home["exists"] or is_empty(self.settings):
             return None
@@ -146,6 +176,7 @@ class _Checkup:
                     "missing_chunks": len(missing),
                     "quarantined": stored.blobs.sweep().quarantined,
                 }
+                facts |= self.reuse(await recent_reuse(repository))
         except HomeLocked as error:
             home["used_by"] = error.pid
             self.notes.append(f"the home is in use by process {error.pid} on {error.host}: sessions were not counted")
@@ -240,7 +271,10 @@ class _Checkup:
 
 
 def examine(settings: Settings, *, fast: bool) -> dict[str, Any]:
-    """All facts as JSON values, with ``problems`` (``what`` is wrong, what to ``do``) and ``notes``. Blocking."""
+    """All facts as JSON values, with ``problems`` and ``warnings`` (``what`` is wrong, what to ``do``) and ``notes``.
+
+    Blocking. A warning is no fault of this installation or home: ``ok`` does not depend on it.
+    """
     check = _Checkup(settings)
     versions = check.versions()
     home = check.home()
@@ -261,7 +295,13 @@ def examine(settings: Settings, *, fast: bool) -> dict[str, Any]:
         "bits": None if loaded is None else check.bits(loaded),
         "codec": None if loaded is None else check.codec(loaded),
     }
-    return {**report, "notes": check.notes, "problems": check.problems, "ok": not check.problems}
+    return {
+        **report,
+        "notes": check.notes,
+        "warnings": check.warnings,
+        "problems": check.problems,
+        "ok": not check.problems,
+    }
 
 
 def _cpu_flags() -> list[str] | None:

@@ -44,7 +44,10 @@ def _print(report: dict[str, Any]) -> None:
                 console.print(f"  {name.replace('_', ' '):<18} {_shown(name, value)}", markup=False, soft_wrap=True)
     for note in report["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
-    if not report["problems"]:
+    for warning in report["warnings"]:
+        console.print(f"[yellow]warning:[/] {_plain(warning['what'])}", soft_wrap=True)
+        console.print(f"  to do:  {_plain(warning['do'])}", soft_wrap=True)
+    if not report["problems"] and not report["warnings"]:
         console.print("[green]nothing is wrong[/]")
     for problem in report["problems"]:
         console.print(f"[red]problem:[/] {_plain(problem['what'])}", soft_wrap=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Advice", "Observed", "advise"]
+from agentkv.policies.retention import window_kind
+
+__all__ = ["USUAL_HIT_RATE", "Advice", "Observed", "advise"]
+
+USUAL_HIT_RATE = 0.85
+"""Of the tokens that are known, the share that is reused where nothing is wrong, and more."""
 
 _SHORT_OF_LIMIT = 0.7
 """A conversation longer than this share of the context is about to reach its end."""
-_LOW_HITS = 0.85
 _FEW = 5
 """Sessions below which nothing is said about how long they are."""
 
@@ -22,7 +26,8 @@ class Observed:
     turns of one session; ``together``: the most sessions that had a turn within one median gap (at least a minute).
     ``hit_rate``: of tokens already known, ``None`` where no turn came after another. ``context``: what the model
     attends to. ``token_bytes``: KV of one token. Budgets as they are in force; ``memory`` of the machine or device.
-    ``full_share``: of sessions under policy ``full``. ``calibrated``: the codec that ``auto`` means by measurement.
+    ``full_share``: of sessions under policy ``full``; ``tool_share``: of tokens in tool results. ``calibrated``: the
+    codec that ``auto`` means by measurement.
     """
 
     sessions: int
@@ -42,6 +47,7 @@ class Observed:
     idle_codec: str
     calibrated: str | None
     live_gate: tuple[str, ...] = ()
+    tool_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +69,14 @@ def _policy(seen: Observed) -> Iterator[Advice]:
     if seen.sessions < _FEW or seen.full_share == 0 or most < _SHORT_OF_LIMIT * seen.context:
         return
     window = max(1024, min(seen.context // 2, 2 ** (max(median, 1)).bit_length()))
+    kind = window_kind(seen.tool_share)
+    first = f"old tool results first, which are {seen.tool_share:.0%} of all" if kind == "turns" else "the oldest first"
     yield Advice(
         "default_policy",
-        f'"turns:{window}"',
+        f'"{kind}:{window}"',
         f"the longest conversations have {longest:,} tokens and the model ends at {seen.context:,}: under `full` they "
-        f"stop there; this keeps system prompt and tools and drops old tool results first",
+        f"stop there; this keeps system prompt and tools and drops {first}. `adaptive` decides it for each session, "
+        f"once it does not fit any more",
     )
 
 
@@ -120,10 +129,10 @@ def _budgets(seen: Observed) -> Iterator[Advice]:
             f'"{min(seen.memory // 4, resting)}"',
             f"sessions pause {seen.gap:,.0f} s as a rule: in host memory they come back sooner than from disk",
         )
-    if seen.hit_rate is not None and seen.hit_rate < _LOW_HITS:
+    if seen.hit_rate is not None and seen.hit_rate < USUAL_HIT_RATE:
         yield Advice(
             None,
             "",
-            f"only {seen.hit_rate:.0%} of known tokens were reused, {_LOW_HITS:.0%} is usual: `agentkv doctor` and the "
-            "`fallback` and `recomputed` events say why stored KV is not used",
+            f"only {seen.hit_rate:.0%} of known tokens were reused, {USUAL_HIT_RATE:.0%} is usual: `agentkv doctor` "
+            "and the `fallback` events say why stored KV is not used",
         )

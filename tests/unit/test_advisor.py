@@ -7,7 +7,7 @@ from dataclasses import replace
 from agentkv.policies.advisor import Observed, advise
 from agentkv.policies.retention import parse_policy
 from agentkv.sessions.db.records import SessionRecord, TurnRecord
-from agentkv.sessions.observed import Past
+from agentkv.sessions.observed import Past, Reuse
 from agentkv.types import Span
 
 CALM = Observed(
@@ -45,6 +45,9 @@ def test_conversations_near_the_models_end_get_a_policy_that_exists_and_fits() -
     window = parse_policy(found["default_policy"].strip('"')).window
     assert window is not None
     assert window <= CALM.context
+    assert found["default_policy"].startswith('"sink:')
+    with_tools = said(lengths=(3000, 7000, 8100), tool_share=0.7)
+    assert with_tools == {"default_policy": found["default_policy"].replace("sink", "turns")}
     assert said(lengths=(3000, 7000, 8100), full_share=0.0) == {}
     assert said(lengths=(3000, 7000, 8100), sessions=2) == {}
 
@@ -69,7 +72,9 @@ def test_a_full_disk_and_low_reuse_are_seen() -> None:
 
 
 def turn(at: float, start: int, stop: int, cached: int) -> TurnRecord:
-    return TurnRecord(0, Span(start, stop), "send", "stop", stop - start, 5, cached, None, None, at)
+    known = max(0, start - 1)
+    restore = {"source": "disk", "tokens": cached, "recomputed_tokens": known - cached, "reason": "checksum: x"}
+    return TurnRecord(0, Span(start, stop), "send", "stop", stop - 5, 5, cached, None, restore, at)
 
 
 def record(name: str, tokens: int, policy: str = "full") -> SessionRecord:
@@ -79,16 +84,31 @@ def record(name: str, tokens: int, policy: str = "full") -> SessionRecord:
 
 
 def test_the_past_is_summed_up_from_turns() -> None:
+    evicting = turn(9100, 1000, 1100, 200)
+    evicting = replace(evicting, restore={**(evicting.restore or {}), "recomputed_tokens": 0, "reason": None})
     turns = [
-        [turn(0, 0, 100, 0), turn(100, 100, 200, 90), turn(400, 200, 300, 200)],
-        [turn(50, 0, 50, 0), turn(90, 50, 80, 50)],
-        [turn(9000, 0, 1000, 0)],
+        [turn(0, 0, 100, 0), turn(100, 100, 200, 90), turn(400, 200, 300, 199)],
+        [turn(50, 0, 50, 0), turn(90, 50, 80, 49)],
+        [turn(9000, 0, 1000, 0), evicting],
     ]
     past = Past([record("a", 300), record("b", 80), record("c", 1000, "sink:256")], turns)
     assert (past.sessions, past.lengths[0], past.lengths[2]) == (3, 300, 1000)
     assert past.gap == 100
     assert past.together == 2
-    assert past.hit_rate == (90 + 200 + 50) / (100 + 200 + 50)
+    assert past.hit_rate == (90 + 199 + 49 + 200) / (99 + 199 + 49 + 200)
     assert past.full_share == 2 / 3
     empty = Past([], [])
     assert (empty.lengths, empty.gap, empty.hit_rate, empty.together) == ((0, 0, 0), None, None, 0)
+
+
+def test_what_was_computed_since_that_is_faster_is_neither_reused_nor_lost() -> None:
+    def told(tokens: int, again: int, reason: str | None) -> TurnRecord:
+        restore = {"source": "disk", "tokens": tokens, "recomputed_tokens": again, "reason": reason}
+        return replace(turn(0, 0, 9, tokens), restore=restore)
+
+    lost = [told(0, 30, "checksum: a file"), told(10, 40, "unstored: a kill"), told(0, 60, "unstored: a kill")]
+    seen = Reuse.of([*lost, told(100, 0, None), told(0, 500, "cheaper: 500 tokens"), told(0, 0, None)])
+    assert (seen.turns, seen.known_tokens, seen.reused_tokens) == (4, 240, 110)
+    assert list(seen.computed_again.items()) == [("unstored", 100), ("checksum", 30)]
+    assert seen.rate == 110 / 240
+    assert Reuse.of([]).rate is None

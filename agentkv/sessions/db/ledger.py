@@ -6,6 +6,7 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, get_args
 
 from sqlalchemy import func, insert, select, tuple_, update
@@ -31,9 +32,11 @@ __all__ = [
     "create_session",
     "get_session",
     "insert_session",
+    "item_tokens",
     "item_values",
     "items",
     "last_turn",
+    "later_turns",
     "ledger_span",
     "list_sessions",
     "pack_ids",
@@ -244,6 +247,26 @@ def last_turn(db: Session, session_id: str) -> TurnRecord | None:
     query = select(TurnRow).where(TurnRow.session_id == session_id).order_by(TurnRow.seq.desc()).limit(1)
     row = db.scalar(query)
     return None if row is None else _turn_record(row)
+
+
+def later_turns(db: Session, limit: int) -> list[TurnRecord]:
+    """The newest turns that found known tokens, of all sessions; a fork's are its own."""
+    query = (
+        select(TurnRow)
+        .join(SessionRow, SessionRow.id == TurnRow.session_id)
+        .where(TurnRow.kind != "head", TurnRow.start >= func.coalesce(SessionRow.forked_at, 0))
+        .order_by(TurnRow.created_at.desc(), TurnRow.session_id, TurnRow.seq.desc())
+        .execution_options(yield_per=max(1, limit))
+    )
+    found = (turn for turn in map(_turn_record, db.scalars(query)) if turn.known_tokens)
+    return list(islice(found, limit))
+
+
+def item_tokens(db: Session) -> dict[str, int]:
+    """Tokens of all sessions' items by kind, without system prompts."""
+    tokens = func.sum(ItemRow.stop - ItemRow.start)
+    rows = db.execute(select(ItemRow.kind, tokens).where(ItemRow.role != "system").group_by(ItemRow.kind))
+    return {kind: int(total) for kind, total in rows}
 
 
 def _append(

@@ -123,6 +123,12 @@ class TurnRecord:
     restore: dict[str, Any] | None
     created_at: float
 
+    @property
+    def known_tokens(self) -> int:
+        """Tokens whose KV there was, or should have been, before it: reused, or computed again."""
+        found = self.restore or {}
+        return int(found.get("tokens", 0)) + int(found.get("recomputed_tokens", 0))
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -206,6 +206,14 @@ class Repository:
         """The newest turn; ``None`` before the first."""
         return await self._transactions.read(lambda db: ledger.last_turn(db, session_id))
 
+    async def later_turns(self, limit: int) -> list[TurnRecord]:
+        """Of all sessions, the newest turns that found known tokens: no session's first. Newest first."""
+        return await self._transactions.read(lambda db: ledger.later_turns(db, limit))
+
+    async def item_tokens(self) -> dict[str, int]:
+        """Tokens of all sessions' items by kind, without system prompts."""
+        return await self._transactions.read(ledger.item_tokens)
+
     async def append_segments(
         self,
         session_id: str,
