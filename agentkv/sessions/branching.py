@@ -232,6 +232,8 @@ class Branching:
         try:
             yield cut
         except BaseException:
+            if core.record.turns > cut.turns:
+                raise  # cancelled once it was committed: the new answer stands
             put_back()
             core.short = "unstored: the answer was being made again"
             raise

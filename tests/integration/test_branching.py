@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from homes import chat_folder, check_home, check_session, model_folder, opened, prompt, said, turns, written
+from test_concurrency import cancel_at
 
 from agentkv import AgentKV, Session
 from agentkv.cli.lineage import trees
@@ -333,3 +334,35 @@ async def test_the_tree_shows_who_was_forked_from_whom(tmp_path: Path, models: P
     assert [node["id"] for node in await trees(settings, grandchild.id)] == [root.id]
     with pytest.raises(SessionNotFound):
         await trees(settings, "sess_nobody")
+
+
+async def test_an_answer_being_made_again_that_is_cancelled_at_any_await_is_the_old_or_the_new_one(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = set()
+    async with opened(tmp_path, chat_folder(models)) as kv:
+        for at in range(1, 60):
+            session = await kv.sessions.create(system="You are Bolt.")
+            await session.send("Paris?", max_tokens=4, ignore_eos=True)
+            before = await session.token_ids()
+            again = await cancel_at(
+                monkeypatch, at, lambda session=session: session.regenerate(max_tokens=6, ignore_eos=True)
+            )
+            async with session._core.gate:
+                record = await kv.sessions.repository.get_session(session.id)
+            ours = session._core.record
+            assert (record.ledger_length, record.turns, record.kv_length) == (
+                ours.ledger_length,
+                ours.turns,
+                ours.kv_length,
+            ), at
+            outcomes.add(record.ledger_length - len(before))
+            await session.send("How?", max_tokens=4)
+            await check_session(kv, session)
+            await session.delete()
+            if again is None:
+                break
+        else:
+            pytest.fail("no await was left uncancelled: it never came to its end")
+        assert outcomes == {0, 2}
+        await check_home(kv)
