@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from agentkv.schemas.messages import Message, Role
 from agentkv.sessions.db.records import (
@@ -34,7 +35,7 @@ __all__ = ["ChunkSection", "ExportedSession", "FitSection", "parse_header"]
 _MOST_TOKENS = 2**24
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Tokens = Annotated[int, Field(ge=0, le=_MOST_TOKENS)]
-_Span = tuple[_Tokens, _Tokens]
+_Pair = Annotated[list[_Tokens], Field(min_length=2, max_length=2)]
 _Time = Annotated[float, Field(ge=0, le=253_402_300_799)]
 """Unix seconds, up to the year 9999."""
 _Word = Annotated[str, Field(min_length=1, max_length=64)]
@@ -68,12 +69,12 @@ class _Item(_Strict):
     role: Role
     kind: ItemKind
     content: dict[str, Any]
-    span: _Span
+    span: _Pair
     generated: bool
 
 
 class _Turn(_Strict):
-    span: _Span
+    span: _Pair
     kind: TurnKind
     finish_reason: Annotated[str, Field(max_length=32)] | None
     prompt_tokens: _Count
@@ -86,8 +87,8 @@ class _Turn(_Strict):
 
 class _Placement(_Strict):
     length: _Tokens
-    kept: tuple[_Span, ...]
-    bases: tuple[tuple[_Tokens, _Tokens], ...]
+    kept: list[_Pair]
+    bases: list[_Pair]
     lineage: Annotated[str, Field(max_length=4096)]
     floor: _Tokens
 
@@ -106,20 +107,25 @@ class _Placement(_Strict):
     def of(cls, placement: Placement | None) -> _Placement | None:
         if placement is None or placement.trivial:
             return None
-        kept = tuple(_pair(span) for span in placement.kept)
         return cls(
-            length=placement.length, kept=kept, bases=placement.bases, lineage=placement.lineage, floor=placement.floor
+            length=placement.length,
+            kept=[_pair(span) for span in placement.kept],
+            bases=[list(pair) for pair in placement.bases],
+            lineage=placement.lineage,
+            floor=placement.floor,
         )
 
     def placement(self) -> Placement:
         kept = tuple(Span(*span) for span in self.kept)
-        return Placement(self.length, kept, self.bases, self.lineage, self.floor)
+        return Placement(
+            self.length, kept, tuple((index, base) for index, base in self.bases), self.lineage, self.floor
+        )
 
 
 class _Segment(_Strict):
     chunk: _Count
     """Index into ``chunks``."""
-    span: _Span
+    span: _Pair
 
 
 class _Point(_Strict):
@@ -151,13 +157,13 @@ class ExportedSession(_Strict):
     kv_length: _Tokens
     policy_since: _Tokens
     placement: _Placement | None
-    items: tuple[_Item, ...]
-    turns: tuple[_Turn, ...]
-    segments: tuple[_Segment, ...]
-    points: tuple[_Point, ...]
+    items: list[_Item]
+    turns: list[_Turn]
+    segments: list[_Segment]
+    points: list[_Point]
     ledger: Section
-    fits: Annotated[tuple[FitSection, ...], Field(max_length=64)]
-    chunks: tuple[ChunkSection, ...]
+    fits: Annotated[list[FitSection], Field(max_length=64)]
+    chunks: list[ChunkSection]
 
     @property
     def ledger_length(self) -> int:
@@ -205,7 +211,7 @@ class ExportedSession(_Strict):
             kv_length=record.kv_length,
             policy_since=record.policy_since,
             placement=_Placement.of(record.placement),
-            items=tuple(
+            items=[
                 _Item(
                     id=item.id,
                     turn=item.turn,
@@ -216,8 +222,8 @@ class ExportedSession(_Strict):
                     generated=item.generated,
                 )
                 for item in items
-            ),
-            turns=tuple(
+            ],
+            turns=[
                 _Turn(
                     span=_pair(turn.span),
                     kind=turn.kind,
@@ -230,15 +236,15 @@ class ExportedSession(_Strict):
                     created_at=turn.created_at,
                 )
                 for turn in turns
-            ),
-            segments=tuple(_Segment(chunk=chunk, span=_pair(span)) for chunk, span in segments),
-            points=tuple(
+            ],
+            segments=[_Segment(chunk=chunk, span=_pair(span)) for chunk, span in segments],
+            points=[
                 _Point(position=point.position, kind=point.kind, placement=_Placement.of(point.placement))
                 for point in points
-            ),
+            ],
             ledger=ledger,
-            fits=tuple(fits),
-            chunks=tuple(chunks),
+            fits=list(fits),
+            chunks=list(chunks),
         )
 
     def written(self) -> bytes:
@@ -353,7 +359,8 @@ class ExportedSession(_Strict):
 def parse_header(header: bytes) -> ExportedSession:
     """``ValueError`` says what does not hold together."""
     try:
-        return ExportedSession.model_validate_json(header)
+        # In two steps: each error of a model that parses by itself would keep a copy of all that it was given.
+        return ExportedSession.model_validate(from_json(header))
     except ValidationError as error:
         what = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, what["loc"]))
@@ -363,11 +370,11 @@ def parse_header(header: bytes) -> ExportedSession:
         raise ValueError("the header is nested too deeply") from None
 
 
-def _pair(span: Span) -> _Span:
-    return span.start, span.stop
+def _pair(span: Span) -> _Pair:
+    return [span.start, span.stop]
 
 
-def _check_tiles(spans: Sequence[_Span], length: int, what: str) -> None:
+def _check_tiles(spans: Sequence[_Pair], length: int, what: str) -> None:
     at = 0
     for start, stop in spans:
         if start != at or stop < start:
@@ -377,7 +384,7 @@ def _check_tiles(spans: Sequence[_Span], length: int, what: str) -> None:
         raise ValueError(f"{what} end at {at}, not at {length}")
 
 
-def _check_order(spans: Sequence[_Span], length: int, what: str) -> None:
+def _check_order(spans: Sequence[_Pair], length: int, what: str) -> None:
     at = 0
     for start, stop in spans:
         if not at <= start < stop <= length:

@@ -29,10 +29,10 @@ from agentkv.storage.naming import chain_hash, ids_bytes
 from agentkv.storage.rehoming import shortened
 from agentkv.types import ExportReport, Span
 
-__all__ = ["FIT_LIMIT", "Exporter", "check_plain_allowed", "covered"]
+__all__ = ["Exporter", "check_plain_allowed", "covered"]
 
-FIT_LIMIT = 2**28
-"""Bytes of a fit that is moved with the chunks that name it."""
+_FIT_LIMIT = 2**30
+"""Bytes of a fit that is moved with the chunks that name it: it is in memory for a moment."""
 
 
 def check_plain_allowed(blobs: BlobStore, allow_plain: bool) -> None:
@@ -158,7 +158,7 @@ class Exporter:
         """A fit that is not here is left out: the other home may have it."""
         try:
             path = fit_path(self._home, record.kv_fingerprint, digest)
-            if path.stat().st_size <= FIT_LIMIT:
+            if path.stat().st_size <= _FIT_LIMIT:
                 section = section_of(path.read_bytes())
                 fits[digest] = FitSection(codec=codec, name=digest, **section.model_dump())
         except (OSError, ValueError):

@@ -37,7 +37,7 @@ from agentkv.sessions.db.records import (
 )
 from agentkv.sessions.db.whole import WholeSession
 from agentkv.sessions.exported import ExportedSession, parse_header
-from agentkv.sessions.exporting import FIT_LIMIT, covered
+from agentkv.sessions.exporting import covered
 from agentkv.sessions.storing import ChunkWriter
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.waiting import outlast
@@ -56,6 +56,9 @@ T = TypeVar("T")
 
 _BATCH, _BATCH_BYTES = 8, 2**26
 """Chunks that are in memory and synced together."""
+
+_WIDEST = 1024
+"""Numbers a bundle of a fit may have: twice what ``codecs.compact_fit`` makes."""
 
 
 class _File:
@@ -240,7 +243,7 @@ class Importer:
     def _take_fit(self, file: _File, number: int, taken: _Taken) -> None:
         """A fit that cannot be used leaves its chunks unreadable, and they say so."""
         section = file.header.fits[number]
-        if section.nbytes > FIT_LIMIT:
+        if section.nbytes > _fit_limit(self._writer.geometry):
             return
         content = file.container.content(1 + number)
         try:
@@ -354,3 +357,9 @@ def _chunk_limit(geometry: KVGeometry) -> int:
     """Bytes of a chunk file: no codec needs twice the numbers' own."""
     values = sum(group.values_per_token for group in geometry.groups)
     return HEAD_LIMIT + 2**20 + 2 * geometry.itemsize * values * MAX_CHUNK_TOKENS
+
+
+def _fit_limit(geometry: KVGeometry) -> int:
+    """Bytes of a fit: a square matrix of bfloat16 for each bundle of heads, their keys and values side by side."""
+    widths = [(g.kv_heads * (g.key_dim + g.value_dim), g.key_dim + g.value_dim, len(g.layers)) for g in geometry.groups]
+    return 2**20 + sum(2 * layers * width * max(_WIDEST, head) for width, head, layers in widths)

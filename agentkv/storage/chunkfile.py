@@ -47,6 +47,8 @@ _MAGIC = b"AGENTKV\x1a"
 _PREFIX = struct.Struct("<8sII")
 _DIGEST = 32
 _HEADER_LIMIT = 2**20
+_MOST_VALUES = 2**16
+"""In a header: an error keeps a copy of what it is about, and there may be as many errors as fields."""
 HEAD_LIMIT = _PREFIX.size + _DIGEST + _HEADER_LIMIT
 """The header lies within the first so many bytes of a file, whatever its size."""
 
@@ -131,8 +133,11 @@ def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> Encode
 def pack_chunk(header: ChunkHeader, payload: Sequence[Buffer]) -> EncodedChunk:
     """The file of a header and its parts, as they are encoded already: they are not looked at."""
     text = json.dumps(header.model_dump(), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    if len(text) > _HEADER_LIMIT:
-        raise ValueError(f"a chunk header of {len(text):,} bytes is over the limit of {_HEADER_LIMIT:,}")
+    if len(text) > _HEADER_LIMIT or _values(text) > _MOST_VALUES:
+        raise ValueError(
+            f"a chunk header of {len(text):,} bytes and up to {_values(text):,} values is over the limits of "
+            f"{_HEADER_LIMIT:,} and {_MOST_VALUES:,}"
+        )
     prefix = _PREFIX.pack(_MAGIC, FORMAT, len(text))
     digest = blake3(prefix + text).digest()
     buffers = (prefix + digest + text, *payload)
@@ -149,6 +154,8 @@ def read_header(buf: Buffer, chunk_id: str, *, nbytes: int | None = None) -> Chu
     """
     view, nbytes = memoryview(buf).cast("B"), len(buf) if nbytes is None else nbytes
     text, digest = _header_text(view, chunk_id)
+    if (values := _values(text)) > _MOST_VALUES:
+        raise ChunkFault(chunk_id, "format", f"a header of up to {values:,} values; the limit is {_MOST_VALUES:,}")
     try:
         header = ChunkHeader.model_validate_json(text)
     except (ValidationError, RecursionError) as error:
@@ -271,6 +278,11 @@ def _header_text(view: memoryview, name: str) -> tuple[bytes, bytes]:
     if blake3(bytes(view[: _PREFIX.size]) + text).digest() != digest:
         raise ChunkFault(name, "checksum", "the header is not what was written")
     return text, digest
+
+
+def _values(text: bytes) -> int:
+    """At least as many as there are in a text of JSON."""
+    return sum(map(text.count, (b",", b"[", b"{")))
 
 
 def _group_entries(geometry: KVGeometry) -> tuple[GroupEntry, ...]:

@@ -1,7 +1,7 @@
 """One file that holds several things: a header that names them all, then their bytes, each with its digest.
 
     magic 8 | format u32 | header length u32 | blake3 of (the 16 bytes before it and the header) 32
-    header    JSON, at most 32 MiB, of at most two million values
+    header    JSON, at most 32 MiB, of at most a million values
     sections  one after the other, as long as the header says; it has blake3 of each
     blake3 of everything before it 32
 
@@ -37,7 +37,7 @@ _FORMAT = 1
 _PREFIX = struct.Struct("<8sII")
 _DIGEST = 32
 _PIECE = 2**20
-_MOST_VALUES = 2**21
+_MOST_VALUES = 2**20
 """A value of JSON may take two bytes and become a hundred."""
 
 

@@ -10,6 +10,8 @@ import random
 import signal
 import sqlite3
 import struct
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -353,6 +355,40 @@ async def test_a_file_costs_no_more_memory_than_its_parts_may_have(tmp_path: Pat
         finally:
             tracemalloc.stop()
         await nothing_is_left(kv)
+
+
+_IN_LITTLE_MEMORY = """
+import resource, sys
+from agentkv.errors import ChunkFault
+from agentkv.sessions.exported import parse_header
+from agentkv.storage.chunkfile import read_header
+
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + 2**28
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+content = sys.stdin.buffer.read()
+try:
+    parse_header(content) if sys.argv[1] == "session" else read_header(content, "ab" * 20)
+except (ValueError, ChunkFault) as error:
+    print(str(error)[:200])
+"""
+
+
+@pytest.mark.parametrize(("kind", "values"), [("session", 500_000), ("chunk", 30_000), ("chunk", 300_000)])
+@pytest.mark.parametrize("value", ["[]", "{}"])
+def test_a_header_of_many_values_costs_little_memory_however_much_is_wrong_with_it(
+    kind: str, values: int, value: str
+) -> None:
+    """Nearly all fields are missing, and each missing one is an error that speaks of the whole."""
+    key = "metadata" if kind == "session" else "parameters"
+    text = f'{{"what":"agentkv session","format":2,"{key}":{{"a":[{",".join([value] * values)}]}}}}'.encode()
+    prefix = struct.pack("<8sII", b"AGENTKV\x1a", 2, len(text))
+    content = text if kind == "session" else prefix + blake3(prefix + text).digest() + text
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_LITTLE_MEMORY, kind], input=content, capture_output=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr.decode()[-500:]
+    assert b"Field required" in done.stdout or b"values; the limit" in done.stdout, done.stdout
 
 
 # -- a home that cannot take it ----------------------------------------------------------------------------------------

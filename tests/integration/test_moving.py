@@ -492,7 +492,7 @@ async def test_a_fit_that_is_missing_or_another_of_its_name_costs_a_recompute(tm
         kept = mine.read_bytes()
         mine.unlink()
         await session.export(tmp_path / "without")
-    assert contents(tmp_path / "without")[0].fits == ()
+    assert contents(tmp_path / "without")[0].fits == []
 
     from safetensors import safe_open
 
