@@ -33,6 +33,7 @@ from agentkv.types import Placement, Span
 __all__ = ["ChunkSection", "ExportedSession", "FitSection", "parse_header"]
 
 _MOST_TOKENS = 2**24
+_MOST_SPANS = 2**14
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Tokens = Annotated[int, Field(ge=0, le=_MOST_TOKENS)]
 _Pair = Annotated[list[_Tokens], Field(min_length=2, max_length=2)]
@@ -87,8 +88,8 @@ class _Turn(_Strict):
 
 class _Placement(_Strict):
     length: _Tokens
-    kept: list[_Pair]
-    bases: list[_Pair]
+    kept: Annotated[list[_Pair], Field(max_length=_MOST_SPANS)]
+    bases: Annotated[list[_Pair], Field(max_length=_MOST_SPANS)]
     lineage: Annotated[str, Field(max_length=4096)]
     floor: _Tokens
 

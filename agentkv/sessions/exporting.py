@@ -39,8 +39,8 @@ def check_plain_allowed(blobs: BlobStore, allow_plain: bool) -> None:
     """``InvalidRequest`` where stored KV is encrypted, and nobody has said that a copy of it need not be."""
     if isinstance(blobs, EncryptedBlobs) and not allow_plain:
         raise InvalidRequest(
-            "this home encrypts stored KV, and an exported file is not encrypted: pass allow_plain=True to write it "
-            "all the same, to a place that is as safe as the key",
+            "this home encrypts stored KV, and an exported file is not encrypted: pass allow_plain=True "
+            "(--allow-plain) to write it all the same, to a place that is as safe as the key",
             param="allow_plain",
         )
 

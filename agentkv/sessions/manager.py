@@ -64,6 +64,11 @@ class Sessions:
         """The model thread."""
         return self._model.engine
 
+    @property
+    def closed(self) -> bool:
+        """Whether the runtime is closing, or has."""
+        return self._closed
+
     def cores(self) -> list[SessionCore]:
         """Sessions that this process has touched."""
         return list(self._cores.values())

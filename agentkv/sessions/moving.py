@@ -6,14 +6,14 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentkv.engine.loading import LoadedModel
-from agentkv.errors import AgentKVError
+from agentkv.errors import AgentKVError, Closed
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.whole import WholeSession
 from agentkv.sessions.exporting import Exporter, check_plain_allowed
@@ -53,30 +53,33 @@ class Moving:
         """
         check_plain_allowed(self._tiers.blobs, allow_plain)
         writer = self._tiers.writer
-        async with AsyncExitStack() as stack:
-            async with core.gate:
-                core.check_open()
-                reading = self._sessions.tracked(self._snapshot(core))
-                if (cancelled := await finished(reading)) is not None:
-                    raise cancelled
-                whole, held = reading.result()
-                # A later turn may give some of these chunks up: their files stay until they are copied.
-                stack.enter_context(writer.spared({segment.chunk_id for segment in whole.manifest.segments}))
-            exporter = Exporter(
-                self._tiers.blobs,
-                self._home,
-                codecs=writer.codecs,
-                rotations=writer.geometry.rotations if whole.record.kv_fingerprint == writer.kv_fingerprint else None,
-                held=held,
-            )
+        try:
+            async with AsyncExitStack() as stack:
+                async with core.gate:
+                    core.check_open()
+                    reading = self._sessions.tracked(self._snapshot(core))
+                    if (cancelled := await finished(reading)) is not None:
+                        raise cancelled
+                    whole, held = reading.result()
+                    # A later turn may give some of these chunks up: their files stay until they are copied.
+                    stack.enter_context(writer.spared({segment.chunk_id for segment in whole.manifest.segments}))
+                rotations = writer.geometry.rotations
+                exporter = Exporter(
+                    self._tiers.blobs,
+                    self._home,
+                    codecs=writer.codecs,
+                    rotations=rotations if whole.record.kv_fingerprint == writer.kv_fingerprint else None,
+                    held=held,
+                )
 
-            async def write(go_on: Callable[[], None]) -> ExportReport:
-                work = partial(exporter.write, whole, Path(path), replace=replace, go_on=go_on)
-                return await asyncio.get_running_loop().run_in_executor(writer.executor, work)
+                async def write(go_on: Callable[[], None]) -> ExportReport:
+                    work = partial(exporter.write, whole, Path(path), replace=replace, go_on=go_on)
+                    return await asyncio.get_running_loop().run_in_executor(writer.executor, work)
 
-            report = await self._abandonable(write)
-        await writer.try_collecting(core.id)
-        return report
+                return await self._abandonable(write)
+        finally:
+            with suppress(Closed):
+                await outlast(writer.try_collecting(core.id))
 
     async def _snapshot(self, core: SessionCore) -> tuple[WholeSession, dict[str, bytes]]:
         """The session at rest, all of it; chunks of it that only host memory has."""
@@ -110,6 +113,8 @@ class Moving:
     ) -> T:
         """``work``, given what it calls between its steps. Cancelled, it stops at the next one and leaves nothing: this
         is waited for, and so is ``undo`` of its result where there was no step left."""
+        if self._sessions.closed:
+            raise Closed("this runtime is closed")
         stop = threading.Event()
 
         def go_on() -> None:

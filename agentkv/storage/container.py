@@ -75,10 +75,11 @@ def check_target(path: Path, *, replace: bool) -> None:
     """``InvalidRequest`` where no file can be made at ``path``, or one is there already that is not to be replaced."""
     if not path.parent.is_dir():
         raise InvalidRequest(f"there is no folder {path.parent} to write {path.name!r} into", param="path")
-    if path.is_dir():
-        raise InvalidRequest(f"{path} is a folder: name a file", param="path")
+    if path.is_dir() or not path.name or "\0" in path.name:
+        raise InvalidRequest(f"{str(path)!r} is no file's name: name one", param="path")
     if not replace and os.path.lexists(path):
-        raise InvalidRequest(f"{path} exists already: name another file, or pass replace=True", param="path")
+        advice = "name another file, or pass replace=True (--replace)"
+        raise InvalidRequest(f"{path} exists already: {advice}", param="path")
 
 
 def write_container(
@@ -165,8 +166,8 @@ class Container:
         try:
             # A pipe without a writer would be waited for: it is opened without, and refused below.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise self.refused("unreadable", error.strerror or str(error)) from error
+        except (OSError, ValueError) as error:
+            raise self.refused("unreadable", getattr(error, "strerror", None) or str(error)) from error
         try:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):

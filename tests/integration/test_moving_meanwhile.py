@@ -294,7 +294,7 @@ async def test_from_one_home_to_another_on_the_command_line(tmp_path: Path, mode
     }
     again = agentkv("sessions", "export", session.id, file, "--home", tmp_path / "here")
     assert (again.returncode, again.stdout) == (1, "")
-    assert again.stderr == f"error: {file} exists already: name another file, or pass replace=True\n"
+    assert again.stderr == f"error: {file} exists already: name another file, or pass replace=True (--replace)\n"
     options = ("--home", tmp_path / "there", "--model", model, "--device", "cpu", "--dtype", "float32")
     moved = agentkv("sessions", "import", file, *options, "--json")
     assert moved.returncode == 0, moved.stderr

@@ -138,7 +138,7 @@ def refused_within(path: Path, sections: Sequence[Section], limit: int) -> None:
 def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for name in ("pipe", "folder", "missing", "missing/too"):
+    for name in ("pipe", "folder", "missing", "missing/too", "no\0name"):
         with pytest.raises(ImportRefused) as refused:
             Container(tmp_path / name)
         assert refused.value.reason == "unreadable"
@@ -167,7 +167,7 @@ def test_a_file_that_is_there_gives_way_only_where_it_may(tmp_path: Path) -> Non
         write_container(path, HEADER, SECTIONS, iter(CONTENTS), replace=False, go_on=go_on)
     assert path.read_text() == "precious"
     assert read(written(path))[0] == HEADER
-    for place in (tmp_path, tmp_path / "no" / "folder"):
+    for place in (tmp_path, tmp_path / "no" / "folder", tmp_path / "no\0name"):
         with pytest.raises(InvalidRequest):
             write_container(place, HEADER, SECTIONS, iter(CONTENTS), replace=True, go_on=go_on)
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
