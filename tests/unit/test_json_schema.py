@@ -80,7 +80,7 @@ def test_every_keyword_that_no_grammar_can_follow_is_refused(keyword: str) -> No
         ({"items": {"$ref": "#/$defs/gone"}}, "#/items/$ref points to #/$defs/gone, where no schema is"),
         ({"$defs": {}, "items": {"$ref": "#/$defs"}}, "#/items/$ref points to #/$defs, where no schema is"),
         ({"const": float("nan")}, "what JSON has no form for"),
-        ({"const": object()}, "what JSON has no form for"),
+        ({"const": {1, 2}}, "what JSON has no form for"),
         ({"enum": ["x" * 1_000_000]}, "characters of JSON"),
         (DEEP, "levels deep"),
         ({"type": "number", "minimum": 2, "maximum": 1}, "# allows no number: its ends are 2 and 1"),
@@ -88,7 +88,7 @@ def test_every_keyword_that_no_grammar_can_follow_is_refused(keyword: str) -> No
         ({"type": "integer", "minimum": 2**54}, "# allows no number"),
         (int, "int is no pydantic class"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_is_no_schema_is_refused_with_its_place(schema: Any, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
