@@ -156,7 +156,12 @@ class Renderer:
         call = ToolCall(id="call_0123456789abcdef", name=name, arguments=dict(arguments))
         calling = {**assistant(""), "tool_calls": [self.tool_form.call(call)]}
         tools = [probe_tool(name)]
-        opened, written = self.render([OPENING], tools, prompt=True), self.render([OPENING, calling], tools)
+        opened = self.render([OPENING], tools, prompt=True)
+        try:
+            written = self.render([OPENING, calling], tools)
+        except TemplateError:  # it wants calls to be answered
+            result = {"role": "tool", "name": name, "content": "", "tool_call_id": self.tool_form.identifier(call.id)}
+            written = self.render([OPENING, calling, result], tools)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, written, strict=False)))
         return written[common:]
 

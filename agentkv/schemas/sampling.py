@@ -6,7 +6,16 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
 from agentkv.errors import InvalidRequest, Unsupported
@@ -44,7 +53,7 @@ class SamplingParams(BaseModel):
     beams: int = Field(1, ge=1, le=32, description="Beam search with so many beams; 1 is none.")
     length_penalty: _Number = Field(1.0, description="Beams: scores are divided by length to this power.")
     early_stopping: bool | Literal["never"] = Field(False, description="Beams: when to end, as transformers means it.")
-    tool_choice: InstanceOf[ToolChoice] = Field(
+    tool_choice: Annotated[InstanceOf[ToolChoice], WithJsonSchema(ToolChoice.SCHEMA)] = Field(
         ToolChoice(), description="Whether it may, must or must not call tools."
     )
     constraint: SkipJsonSchema[InstanceOf[Constraint] | None] = Field(None, description="What the output looks like.")

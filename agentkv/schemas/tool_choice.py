@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from agentkv.errors import InvalidRequest
 
@@ -20,6 +20,14 @@ class ToolChoice:
 
     ``name``: the one tool that is called, under ``required``.
     """
+
+    SCHEMA: ClassVar[dict[str, Any]] = {
+        "anyOf": [
+            {"enum": list(get_args(_Mode))},
+            {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+        ]
+    }
+    """What ``parse`` takes, as JSON Schema."""
 
     mode: _Mode = "auto"
     name: str | None = None

@@ -1,9 +1,10 @@
 """Restore or recompute: what was measured decides, restore by restore.
 
-Until both are measured, what saves more than 64 tokens is restored. From then on a restore is passed over where
-computing the same tokens is expected to be clearly faster. A source that is passed over is not measured, so it is tried
-all the same now and then: after 2 recomputes, then after 4, 8, … 64 more. Whatever is restored in spite of its estimate
-(a trial, a prefetch, a session that is always restored) and turns out much faster makes the old measurements void.
+Until both are measured, what is stored is restored, however little: that takes milliseconds as a rule, and is how its
+rate comes to be known. From then on a restore is passed over where computing the same tokens is expected to be clearly
+faster. A source that is passed over is not measured, so it is tried all the same now and then: after 2 recomputes, then
+after 4, 8, … 64 more. Whatever is restored in spite of its estimate (a trial, a prefetch, a session that is always
+restored) and turns out much faster makes the old measurements void.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from agentkv.types import KVGeometry, RestoreReport
 
 __all__ = ["Choice", "Choosing", "interchangeable"]
 
-_WORTH = 64
-"""Tokens that are taken to be computed sooner than they are read, as long as nothing was measured."""
 _CLEARLY = 1.2
 """Times that a restore must be expected to take longer than a recompute, for which all others on the device wait."""
 _NOTICED = 0.02
@@ -34,23 +33,11 @@ _WRONG = 2
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to do with ``tokens`` stored tokens that lie in ``source``, and what either way is expected to take."""
+    """What either way is expected to take, and why stored KV is computed: ``None`` where it is restored."""
 
-    recompute: bool
-    source: str
-    tokens: int
     estimate: Estimate
-
-    @property
-    def reason(self) -> str:
-        """Why they are computed, for people; see ``RestoreReport.chosen``."""
-        restore, compute = self.estimate.restore, self.estimate.recompute
-        if restore is None or compute is None:
-            return f"cheaper: up to {_WORTH} tokens are computed while not both ways are measured"
-        return (
-            f"cheaper: computing {self.tokens:,} tokens is expected to take {compute:.3f} s, restoring them from "
-            f"{self.source} {restore:.3f} s"
-        )
+    reason: str | None = None
+    """For people; see ``RestoreReport.chosen``."""
 
     def told(self, report: RestoreReport) -> RestoreReport:
         """The report of what was done, with both estimates."""
@@ -86,21 +73,21 @@ class Choosing:
 
     def restore(self, source: str, tokens: int) -> Choice:
         """They are restored, whatever it takes."""
-        return Choice(False, source, tokens, self._rates.estimate(source, tokens))
+        return Choice(self._rates.estimate(source, tokens))
 
     def choose(self, source: str, tokens: int) -> Choice:
         """Whether ``tokens`` stored tokens are restored from ``source`` or computed."""
         estimate = self._rates.estimate(source, tokens)
-        restored = Choice(False, source, tokens, estimate)
         if not self._slower(source, tokens, estimate):
             self._passed_over.pop(source, None)
-            return restored
+            return Choice(estimate)
         passed_over = self._passed_over.setdefault(source, _PassedOver())
         if passed_over.recomputes >= passed_over.most:
             self._passed_over[source] = _PassedOver(most=min(2 * passed_over.most, _LAST_TRIAL))
-            return restored
+            return Choice(estimate)
         passed_over.recomputes += 1
-        return Choice(True, source, tokens, estimate)
+        expected = f"{estimate.recompute:.3f} s, restoring them from {source} {estimate.restore:.3f} s"
+        return Choice(estimate, f"cheaper: computing {tokens:,} tokens is expected to take {expected}")
 
     def restored(self, report: RestoreReport) -> None:
         """Measure what was restored; ``report`` has the estimates of its choice."""
@@ -112,7 +99,7 @@ class Choosing:
 
     def _slower(self, source: str, tokens: int, estimate: Estimate) -> bool:
         if estimate.restore is None or estimate.recompute is None:
-            return tokens <= _WORTH
+            return False
         if tokens > _FAR * self._rates.longest(source):
             return False
         return estimate.restore > max(_CLEARLY * estimate.recompute, estimate.recompute + _NOTICED)

@@ -176,7 +176,7 @@ class Tiers:
         if core.unsaved is not None:
             manifest = manifest.followed_by(core.unsaved)
         choice = self._choice(core, manifest, compute is not None)
-        if compute is not None and choice.recompute:
+        if compute is not None and choice.reason is not None:
             return choice.told(await self._recomputed(core, expected + room, compute, choice.reason))
         fault_point("restore.before_read")
         limit = core.limit(self._context)

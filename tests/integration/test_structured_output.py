@@ -261,11 +261,14 @@ async def test_a_grammar_that_fails_on_its_way_rolls_its_own_turn_back(
         )
         caplog.set_level(logging.DEBUG)
         schema = {"type": "string", "pattern": "^(secret.{0,99}b){9}$"}
-        outcomes = await asyncio.gather(
-            session.send("And?", schema=schema), asked(kv, max_tokens=30), return_exceptions=True
-        )
-    assert isinstance(outcomes[0], InvalidRequest) and "takes more work than is allowed" in str(outcomes[0])
-    assert isinstance(outcomes[1], Reply) and outcomes[1].usage.completion_tokens > 1
+        other = await kv.sessions.create()
+        async with aclosing(other.stream(QUESTION, max_tokens=250, ignore_eos=True, temperature=1.0, seed=1)) as events:
+            await anext(events)
+            with pytest.raises(InvalidRequest, match="takes more work than is allowed"):
+                await session.send("And?", schema=schema)
+            assert (await other.state()).busy, "it was in the same step"
+            rest = [event async for event in events]
+    assert isinstance(rest[-1], Done) and rest[-1].reply.usage.completion_tokens == 250
     assert await session.token_ids() == before
     await check_session(kv, session)
     assert "secret" not in caplog.text

@@ -65,12 +65,19 @@ MODELS: dict[str, tuple[str, Sequence[str], str | None, str]] = {
 }
 
 
-def folder(root: Path, name: str) -> Path:
-    """A tiny model with that tokenizer."""
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the models are."""
+    return tmp_path_factory.mktemp("models")
+
+
+def folder(root: Path, name: str, template: str | None = None) -> Path:
+    """A tiny model with that tokenizer, and perhaps another chat template."""
     family, extra, source, _ = MODELS[name]
-    tokenizer = with_special(family, extra, source)
-    path = model_folder(root, vocab=len(tokenizer) + 3, label=f"tools-{name}")
-    tokenizer.save_pretrained(path)
+    tokenizer = with_special(family, extra, template or source)
+    path = model_folder(root, vocab=len(tokenizer) + 3, label=f"tools-{name}{'-changed' if template else ''}")
+    if not (path / "tokenizer.json").exists():
+        tokenizer.save_pretrained(path)
     return path
 
 
@@ -107,10 +114,12 @@ async def events(session: Session, message: Any, **sampling: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_calls_are_told_while_they_stream_and_their_results_go_back(name: str, tmp_path: Path, says: Any) -> None:
+async def test_calls_are_told_while_they_stream_and_their_results_go_back(
+    name: str, root: Path, tmp_path: Path, says: Any
+) -> None:
     calls = MODELS[name][3]
     before = "" if name == "llama3" else "I will look."
-    async with opened(tmp_path / "home", folder(tmp_path, name), max_tokens=300) as kv:
+    async with opened(tmp_path / "home", folder(root, name), max_tokens=300) as kv:
         session = await kv.sessions.create("Be kind.", tools=TOOLS)
         twin = await kv.sessions.create("Be kind.", tools=TOOLS)
         ids = says(kv, f"{before}\n\n{calls}" if before else calls)
@@ -149,8 +158,10 @@ async def test_calls_are_told_while_they_stream_and_their_results_go_back(name: 
         await check_session(kv, session)
 
 
-async def test_the_skeleton_of_a_result_has_the_real_call_also_after_a_restart(tmp_path: Path, says: Any) -> None:
-    home, model = tmp_path / "home", folder(tmp_path, "mistral")
+async def test_the_skeleton_of_a_result_has_the_real_call_also_after_a_restart(
+    root: Path, tmp_path: Path, says: Any
+) -> None:
+    home, model = tmp_path / "home", folder(root, "mistral")
     async with opened(home, model, max_tokens=300) as kv:
         session = await kv.sessions.create(tools=TOOLS)
         says(kv, MODELS["mistral"][3])
@@ -166,8 +177,8 @@ async def test_the_skeleton_of_a_result_has_the_real_call_also_after_a_restart(t
         assert '"call_id": "9aBcD0123"' in said
 
 
-async def test_results_of_calls_that_nobody_made_are_refused_by_name(tmp_path: Path, says: Any) -> None:
-    async with opened(tmp_path / "home", folder(tmp_path, "hermes"), max_tokens=300) as kv:
+async def test_results_of_calls_that_nobody_made_are_refused_by_name(root: Path, tmp_path: Path, says: Any) -> None:
+    async with opened(tmp_path / "home", folder(root, "hermes"), max_tokens=300) as kv:
         session = await kv.sessions.create(tools=TOOLS)
         stray = {"role": "tool", "tool_call_id": "call_9", "content": "x"}
         with pytest.raises(InvalidRequest, match=r"no call 'call_9' in session sess_\w+; its last calls: none"):
@@ -207,8 +218,8 @@ async def test_results_of_calls_that_nobody_made_are_refused_by_name(tmp_path: P
         "<tool_call>",
     ],
 )
-async def test_what_is_no_call_is_text_as_it_was_generated(broken: str, tmp_path: Path, says: Any) -> None:
-    async with opened(tmp_path / "home", folder(tmp_path, "hermes"), max_tokens=300) as kv:
+async def test_what_is_no_call_is_text_as_it_was_generated(broken: str, root: Path, tmp_path: Path, says: Any) -> None:
+    async with opened(tmp_path / "home", folder(root, "hermes"), max_tokens=300) as kv:
         session = await kv.sessions.create(tools=TOOLS)
         says(kv, f"Hm. {broken}")
         *streamed, done = await events(session, "Weather?")
@@ -220,8 +231,10 @@ async def test_what_is_no_call_is_text_as_it_was_generated(broken: str, tmp_path
         assert (await session.send("Again.")).text == "Sorry."
 
 
-async def test_a_reply_that_was_cut_says_so_and_keeps_the_calls_that_were_whole(tmp_path: Path, says: Any) -> None:
-    async with opened(tmp_path / "home", folder(tmp_path, "hermes")) as kv:
+async def test_a_reply_that_was_cut_says_so_and_keeps_the_calls_that_were_whole(
+    root: Path, tmp_path: Path, says: Any
+) -> None:
+    async with opened(tmp_path / "home", folder(root, "hermes")) as kv:
         session = await kv.sessions.create(tools=TOOLS)
         both = MODELS["hermes"][3]
         ids = says(kv, both, end=False)
@@ -233,8 +246,8 @@ async def test_a_reply_that_was_cut_says_so_and_keeps_the_calls_that_were_whole(
         assert (await session.continue_(max_tokens=20)).text == " more"
 
 
-async def test_without_tools_and_with_none_calls_stay_text(tmp_path: Path, says: Any) -> None:
-    model, both = folder(tmp_path, "blocks"), MODELS["blocks"][3]
+async def test_without_tools_and_with_none_calls_stay_text(root: Path, tmp_path: Path, says: Any) -> None:
+    model, both = folder(root, "blocks"), MODELS["blocks"][3]
     async with opened(tmp_path / "home", model, max_tokens=300) as kv:
         with_tools, without = await kv.sessions.create(tools=TOOLS), await kv.sessions.create()
         says(kv, both)
@@ -260,23 +273,21 @@ async def test_without_tools_and_with_none_calls_stay_text(tmp_path: Path, says:
         assert (await session.send({"role": "tool", "tool_call_id": "own", "content": "sun"})).text == "ok"
 
 
-async def test_a_format_nobody_knows_is_refused_when_the_runtime_opens(tmp_path: Path) -> None:
+async def test_a_format_nobody_knows_is_refused_when_the_runtime_opens(root: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="unknown tool_format 'xml'; known: hermes, llama3"):
-        await opened(tmp_path / "home", folder(tmp_path, "blocks"), tool_format="xml")
+        await opened(tmp_path / "home", folder(root, "blocks"), tool_format="xml")
 
 
-async def test_tools_that_no_format_reads_are_refused_when_the_session_is_created(tmp_path: Path) -> None:
-    model = folder(tmp_path, "hermes")
-    tokenizer = with_special("qwen3", (), QWEN_CODER.replace("<function=", "<fn="))
-    tokenizer.save_pretrained(model)
+async def test_tools_that_no_format_reads_are_refused_when_the_session_is_created(root: Path, tmp_path: Path) -> None:
+    model = folder(root, "hermes", QWEN_CODER.replace("<function=", "<fn="))
     async with opened(tmp_path / "home", model) as kv:
         with pytest.raises(Unsupported, match="no tool format reads"):
             await kv.sessions.create(tools=TOOLS)
         assert await kv.sessions.list() == []
 
 
-async def test_an_answer_made_again_and_a_call_edited_are_calls(tmp_path: Path, says: Any) -> None:
-    async with opened(tmp_path / "home", folder(tmp_path, "hermes"), max_tokens=300) as kv:
+async def test_an_answer_made_again_and_a_call_edited_are_calls(root: Path, tmp_path: Path, says: Any) -> None:
+    async with opened(tmp_path / "home", folder(root, "hermes"), max_tokens=300) as kv:
         session = await kv.sessions.create(tools=TOOLS)
         says(kv, "No.")
         await session.send("Weather?")
@@ -298,8 +309,8 @@ CHOICES = [{"type": "function", "function": {"name": "go", "parameters": PLACE}}
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_a_required_call_is_a_call_whatever_the_model_would_say(name: str, tmp_path: Path) -> None:
-    async with opened(tmp_path / "home", folder(tmp_path, name), max_tokens=300) as kv:
+async def test_a_required_call_is_a_call_whatever_the_model_would_say(name: str, root: Path, tmp_path: Path) -> None:
+    async with opened(tmp_path / "home", folder(root, name), max_tokens=300) as kv:
         session = await kv.sessions.create("Be kind.", tools=CHOICES)
         required = await session.send("Where?", tool_choice="required", temperature=1.0, seed=1, max_tokens=160)
         # One that goes on calling is cut: what of it is whole is a call, the rest is text.
@@ -318,8 +329,8 @@ async def test_a_required_call_is_a_call_whatever_the_model_would_say(name: str,
         await check_session(kv, session)
 
 
-async def test_a_required_call_is_refused_where_it_cannot_be_promised(tmp_path: Path, says: Any) -> None:
-    model = folder(tmp_path, "hermes")
+async def test_a_required_call_is_refused_where_it_cannot_be_promised(root: Path, tmp_path: Path, says: Any) -> None:
+    model = folder(root, "hermes")
     async with opened(tmp_path / "home", model) as kv:
         session = await kv.sessions.create(tools=CHOICES)
         says(kv, "a reply that is cut", end=False)

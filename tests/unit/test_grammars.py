@@ -71,6 +71,20 @@ def test_a_token_that_is_not_allowed_is_an_error() -> None:
         grammars().start(POINT).advance(tokens_of("x")[0])
 
 
+def test_a_token_is_taken_only_once_the_mask_that_is_under_way_is_there() -> None:
+    ours, gate = Grammars(byte_tokenizer(), WIDTH, [END]), threading.Event()
+    ours.warm()
+    ours._workers.submit(gate.wait, 30)
+    matcher = ours.start(POINT)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(matcher.advance, tokens_of("{")[0])
+        with pytest.raises(TimeoutError):
+            taken.result(0.2)
+        gate.set()
+        taken.result(30)
+    assert not matcher.finished and matcher.allowed().any()
+
+
 def test_a_copy_goes_its_own_way() -> None:
     first = grammars().start(Constraint.regex("a(b|c)d"))
     first.advance(tokens_of("a")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -20,6 +21,7 @@ from agentkv.engine.templates import ChatTemplate
 from agentkv.engine.toolcalls import CallPart, Markup, Part
 from agentkv.engine.toolcalls.choosing import ToolUse
 from agentkv.errors import InvalidRequest, Unsupported
+from agentkv.schemas.sampling import SamplingParams
 from agentkv.schemas.tool_choice import ToolChoice
 
 
@@ -184,3 +186,5 @@ def test_tool_choices_are_read_as_openai_has_them_and_refused_with_what_is_known
         parse("required").check([])
     for fine in ("auto", "none"):
         parse(fine).check([])
+    assert SamplingParams.build(tool_choice=openai).tool_choice.name == "now"
+    assert "required" in json.dumps(SamplingParams.model_json_schema()["properties"]["tool_choice"])

@@ -73,6 +73,12 @@ def test_a_template_whose_calls_nothing_reads_is_refused_by_name_and_text_is_the
     assert read(form, "<tool_call>{}</tool_call>") == [TextPart("<tool_call>{}</tool_call>")]
 
 
+def test_a_template_that_wants_calls_answered_shows_one_that_is() -> None:
+    checked = "{% if messages[-1].tool_calls %}{{ raise_exception('answer it') }}{% endif %}"
+    template, changed = with_template("qwen3", checked + FAMILIES["qwen3"][0])
+    assert choose_format(template, changed).name == "hermes"
+
+
 def test_a_format_is_chosen_by_name_and_an_unknown_one_is_refused_with_those_that_are_known() -> None:
     assert choose_format(chat("qwen3"), tokenizer("qwen3"), "mistral").name == "mistral"
     with pytest.raises(InvalidRequest, match="unknown tool_format 'xml'; known: hermes, llama3, mistral, qwen-coder"):
@@ -201,6 +207,9 @@ def test_a_call_keeps_the_id_that_the_model_gave_unless_another_has_it() -> None
     reply.say(f"[TOOL_CALLS] [{one}, {one}]")
     first, second = (call.id for call in reply.sink.calls)
     assert first == "9aBcD0123" and second.startswith("call_")
+    odd = Replying("mistral", (), "mistral")
+    odd.say('[TOOL_CALLS] [{"name": "get_weather", "id": "a b"}, {"name": "get_weather", "id": 7}]')
+    assert all(call.id.startswith("call_") for call in odd.sink.calls) and len(odd.sink.calls) == 2
     late = Replying("mistral", (), "mistral", taken={"9aBcD0123"})
     late.say(f"[TOOL_CALLS] [{one}]")
     assert late.sink.calls[0].id.startswith("call_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from agentkv.engine.toolcalls.contract import CallPart, Part, TextPart, ToolPars
 from agentkv.schemas.messages import ToolCall
 
 __all__ = ["ToolSink"]
+
+_ID = re.compile("[A-Za-z0-9_-]{1,64}")
 
 
 class ToolSink(ReplySink):
@@ -74,6 +77,7 @@ class ToolSink(ReplySink):
 
     def _identifier(self, part: CallPart) -> str:
         """The model's own id where it gave one: its template writes that again with the result."""
-        name = part.id if part.id and part.id not in self._taken else f"call_{secrets.token_hex(12)}"
+        given = part.id if part.id is not None and _ID.fullmatch(part.id) else None
+        name = given if given is not None and given not in self._taken else f"call_{secrets.token_hex(12)}"
         self._taken.add(name)
         return name
