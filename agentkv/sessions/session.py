@@ -39,7 +39,8 @@ class Session:
     ``repetition_penalty``, ``seed``, ``stop``, ``max_tokens``, ``logprobs``, ``ignore_eos``. Without a temperature
     decoding is greedy. ``max_tokens`` is cut to what the model's context leaves; ``finish_reason`` is then ``length``.
     ``schema`` (a pydantic class or a JSON Schema), ``response_format`` or ``constraint`` make the reply follow it:
-    ``Reply.parsed`` is what it says.
+    ``Reply.parsed`` is what it says. ``tool_choice`` (``"auto"``, ``"none"``, ``"required"``, ``{"name": …}``): whether
+    the reply may, must not or must be ``Reply.tool_calls``.
 
     One turn at a time: a second raises ``SessionBusy``, or waits with ``wait=True`` for at most
     ``Settings.busy_wait_seconds``. Cancelling a turn's task, or leaving its stream early, rolls the turn back.
@@ -77,7 +78,7 @@ class Session:
         return await _last(self.stream(messages, wait=wait, **sampling))
 
     async def stream(self, messages: MessageInput, *, wait: bool = False, **sampling: Any) -> AsyncGenerator[Event]:
-        """As ``send``, as events: ``TextDelta`` while it generates, ``Done`` with the reply once it is committed.
+        """As ``send``, as events: ``TextDelta`` and ``ToolCallEvent`` while it generates, ``Done`` once committed.
 
         Leaving the loop early rolls the turn back soon; with ``contextlib.aclosing`` around the stream, at once.
         """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,13 @@ from tool_outputs import CASES, TEMPLATES, TOOLS, Case, calls_of, parse
 from transformers.utils.chat_parsing import parse_response
 
 from agentkv.engine.templates import ChatTemplate
-from agentkv.engine.toolcalls import CallPart, Part, TextPart, ToolFormat
+from agentkv.engine.toolcalls import TOOL_FORMATS, CallPart, Part, TextPart, ToolFormat
 from agentkv.engine.toolcalls.choosing import ToolUse, choose_format, schemas_of
 from agentkv.engine.toolcalls.jsonscan import JsonScanner
 from agentkv.engine.toolcalls.sink import ToolSink
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.messages import ToolCall
+from agentkv.settings import Settings
 
 # ruff: noqa: E501
 # Python-like calls, which no format reads.
@@ -83,6 +86,14 @@ def test_a_format_is_chosen_by_name_and_an_unknown_one_is_refused_with_those_tha
     assert choose_format(chat("qwen3"), tokenizer("qwen3"), "mistral").name == "mistral"
     with pytest.raises(InvalidRequest, match="unknown tool_format 'xml'; known: hermes, llama3, mistral, qwen-coder"):
         choose_format(chat("qwen3"), tokenizer("qwen3"), "xml")
+
+
+def test_the_page_about_tools_and_the_setting_name_every_format() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    named = re.findall(r"^\| `([\w-]+)`", page, re.MULTILINE)
+    assert sorted(set(named) - {"tool_format"}) == sorted(TOOL_FORMATS)
+    description = Settings.model_fields["tool_format"].description or ""
+    assert all(f"`{name}`" in description for name in ("auto", *TOOL_FORMATS))
 
 
 def test_the_tokenizers_own_response_template_comes_first() -> None:
