@@ -11,14 +11,16 @@ from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from agentkv.engine.adapter import ModelAdapter, StepInput
 from agentkv.engine.job import Job, JobResult
-from agentkv.engine.sampling import choose
+from agentkv.engine.sampling import choose, likeliest
 from agentkv.engine.scheduler import Scheduler
-from agentkv.errors import AgentKVError, CapacityExceeded, Closed, EngineFailed, InvalidRequest
+from agentkv.errors import AgentKVError, Closed, EngineFailed, InvalidRequest
 from agentkv.kv.contract import Layout, Slot
 from agentkv.logs import Log, fault
+from agentkv.memory import OutOfDeviceMemory, is_out_of_memory, out_of_memory
 from agentkv.types import FinishReason
 
 __all__ = ["Engine", "JobHandle"]
@@ -140,6 +142,11 @@ class Engine:
         result: T = await asyncio.wrap_future(call.future)
         return result
 
+    async def give_back(self) -> None:
+        """What torch's allocator keeps of the device and nothing uses goes back to it. Raises as ``submit`` does."""
+        if self.layout.device.type == "cuda":
+            await self.call(torch.cuda.empty_cache)
+
     def _put(self, item: JobHandle | _Call) -> None:
         with self._gate:
             if self._stopping:
@@ -210,73 +217,87 @@ class Engine:
 
     def step(self) -> None:
         """Plan one packed batch, run the model once, sample, hand tokens to their streams."""
-        batch = [job for job in self._scheduler.plan() if self._has_room(job)]
-        if not batch:
-            return
+        batch = self._each(self._scheduler.plan(), Job.make_room, "room_not_made")
+        if batch:
+            self._pass(batch)
+
+    def _pass(self, batch: Sequence[Job]) -> None:
+        """The model once over ``batch``. Where its memory does not suffice for all, once over each."""
         try:
-            rows = self._run(batch)
+            computed = self._run(batch)
         except Exception as error:
-            log.error("step_failed", jobs=len(batch), **fault(error))
-            for job in batch:
-                self._drop(job, _as_ours(error))
+            cause, failed = error, _as_ours(error)
+            _note("step_failed", failed, error, jobs=len(batch))
+        else:
+            self._deliver(batch, *computed)
             return
-        self._deliver(batch, rows)
+        # Out here the traceback, and with it what the pass had allocated, is gone.
+        if isinstance(failed, OutOfDeviceMemory) and len(batch) > 1:
+            for job in batch:
+                self._pass([job])
+            return
+        for job in batch:
+            self._drop(job, _as_ours(cause))
 
-    def _has_room(self, job: Job) -> bool:
-        try:
-            job.make_room()
-        except Exception as error:  # a policy may come from a third party: its fault is its own session's
-            log.error("eviction_failed", **fault(error))
-            self._drop(job, _as_ours(error))
-            return False
-        return True
+    def _each(self, jobs: Sequence[Job], work: Callable[[Job], None], event: str) -> list[Job]:
+        """Those for which ``work`` went well. A fault is its own job's: that one is dropped, ``event`` says so."""
+        well = []
+        for job in jobs:
+            try:
+                work(job)
+            except Exception as error:
+                failed = _as_ours(error)
+                _note(event, failed, error)
+                self._drop(job, failed)
+            else:
+                well.append(job)
+        return well
 
-    def _run(self, batch: Sequence[Job]) -> dict[Job, int]:
-        """The model's pass: after it every job of the batch has advanced, and sampling has happened."""
+    def _run(self, batch: Sequence[Job]) -> tuple[Tensor, list[int]]:
+        """The model's pass: logits of the jobs that want some, in order, and their likeliest tokens.
+
+        No job has advanced after it, nor where it raises: it can be run again, together or apart.
+        """
         ids: list[int] = []
         positions: list[int] = []
         slots: list[Slot] = []
         logit_rows: list[int] = []
-        sampled: list[Job] = []
         for job in batch:
             new = job.next_ids()
-            job.kv.reserve(len(new))
             slots.append(Slot(job.kv, len(ids), len(ids) + len(new)))
             positions.extend(range(job.kv.next_position, job.kv.next_position + len(new)))
             ids.extend(new)
             if job.wants_logits():
                 logit_rows.append(len(ids) - 1)
-                sampled.append(job)
         meta = self.layout.plan(slots)
         logits = self.adapter.run(StepInput(ids, positions, logit_rows), self.layout, meta)
+        with torch.inference_mode():
+            found = logits, likeliest(logits) if logit_rows else []
         self.steps += 1
         self.computed_tokens += len(ids)
-        for slot in slots:
-            slot.kv.advance(ids[slot.start : slot.stop])
-        samplers = [job.generation.sampler for job in sampled if job.generation is not None]
-        histories = [job.kv.ids for job in sampled]
-        allowed = [job.allowed() for job in sampled]
-        with torch.inference_mode():
-            chosen = choose(logits, samplers, histories, allowed) if sampled else []
-        tokens = {}
-        for job, (token, logprob) in zip(sampled, chosen, strict=True):
-            tokens[job] = token
-            if logprob is not None:
-                job.logprobs.append(logprob)
-        return tokens
+        return found
 
-    def _deliver(self, batch: Sequence[Job], tokens: dict[Job, int]) -> None:
-        now = time.perf_counter()
-        for job in batch:
-            try:
-                verdict = self._advance(job, tokens.get(job), now)
-            except Exception as error:
-                log.error("token_not_handed_out", **fault(error))
-                self._drop(job, _as_ours(error))
-                continue
+    def _deliver(self, batch: Sequence[Job], logits: Tensor, likely: Sequence[int]) -> None:
+        """What the pass computed becomes part of each job."""
+        now, tokens = time.perf_counter(), {}
+        rows = {job: row for row, job in enumerate(job for job in batch if job.wants_logits())}
+
+        def sample(job: Job) -> None:
+            if job in rows and job.generation is not None:
+                row, sampler = rows[job], job.generation.sampler
+                with torch.inference_mode():
+                    tokens[job], logprob = choose(logits[row], likely[row], sampler, job.kv.ids, job.allowed())
+                if logprob is not None:
+                    job.logprobs.append(logprob)
+
+        def hand_out(job: Job) -> None:
+            verdict = self._advance(job, tokens.get(job), now)
             if verdict != "go on":
                 first_token = job.prefilled - job.submitted if job.tokens and job.prefilled else None
                 self._finish(job, job.result(verdict, first_token))
+
+        advanced = self._each(batch, lambda job: job.kv.advance(job.next_ids()), "kv_not_advanced")
+        self._each(self._each(advanced, sample, "token_not_chosen"), hand_out, "token_not_handed_out")
 
     def _advance(self, job: Job, token: int | None, now: float) -> FinishReason | Literal["go on"] | None:
         """The job's own bookkeeping after a step: whether it goes on, or why it is done (``None``: only prefilled)."""
@@ -300,8 +321,7 @@ class Engine:
 
     def _drop(self, job: Job, outcome: BaseException | None) -> None:
         """Roll the job's KV back, then report: an error, or ``None`` for a cancellation."""
-        if job.undo is not None:
-            job.kv.rollback(job.undo)
+        job.roll_back()
         self._finish(job, outcome)
 
     @staticmethod
@@ -316,11 +336,16 @@ def _as_ours(error: Exception) -> AgentKVError:
     """What a failed step looks like to the caller."""
     if isinstance(error, AgentKVError):
         return error
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        ours: AgentKVError = CapacityExceeded(
-            f"the device ran out of memory during a step: {error}", needed=0, available=0, budget=0, retry_after=5.0
-        )
-    else:
-        ours = EngineFailed(f"the model thread raised {type(error).__name__}: {error}; the turn was rolled back")
+    if is_out_of_memory(error):
+        return out_of_memory(error)
+    ours = EngineFailed(f"the model thread raised {type(error).__name__}: {error}; the turn was rolled back")
     ours.__cause__ = error
     return ours
+
+
+def _note(event: str, failed: AgentKVError, error: Exception, **fields: int) -> None:
+    """In the log. What was for want of memory is tried again before anybody hears of it."""
+    if isinstance(failed, OutOfDeviceMemory):
+        log.warning(event, **fields, **fault(failed))
+    else:
+        log.error(event, **fields, **fault(error))

@@ -14,9 +14,12 @@ from agentkv.engine.matching import Matcher
 from agentkv.engine.retention import Retention
 from agentkv.engine.sampling import Sampler, TokenLogprob
 from agentkv.kv.contract import CapturedPart, SequenceKV, Undo
+from agentkv.logs import Log, fault
 from agentkv.types import FinishReason, Span
 
 __all__ = ["Generation", "Job", "JobResult", "TokenSink", "Verdict"]
+
+log = Log(__name__)
 
 Verdict = Literal["go on", "stop"]
 
@@ -106,9 +109,20 @@ class Job:
             self.pieces.extend(_cut(Span(a, b), self.piece))
 
     def make_room(self) -> None:
-        """Evict, where the next token would overflow the window. On the model thread, before each step."""
+        """Before each step, on the model thread: evict, where the next token would overflow the window, and reserve."""
         if self.retention is not None and self.retention.full(self.kv.tokens):
             self.kv.keep(self.retention.kept(self.kv.length, self.kv.placement.kept))
+        self.kv.reserve(len(self.next_ids()))
+
+    def roll_back(self) -> None:
+        """KV back to where the job began. Where even that fails it is closed: what is stored, or the ledger, has it."""
+        if self.undo is None:
+            return
+        try:
+            self.kv.rollback(self.undo)
+        except Exception as error:
+            log.error("kv_not_rolled_back", **fault(error))
+            self.kv.close()
 
     @property
     def decoding(self) -> bool:

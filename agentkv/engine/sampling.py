@@ -20,7 +20,7 @@ from transformers import (
 
 from agentkv.schemas.sampling import SamplingParams
 
-__all__ = ["Sampler", "TokenLogprob", "choose"]
+__all__ = ["Sampler", "TokenLogprob", "choose", "likeliest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +82,22 @@ class Sampler:
         return TokenLogprob(float(scores[token]), top)
 
 
-def choose(
-    logits: Tensor,
-    samplers: Sequence[Sampler],
-    histories: Sequence[Sequence[int]],
-    allowed: Sequence[Tensor | None] | None = None,
-) -> list[tuple[int, TokenLogprob | None]]:
-    """One token a row of ``logits [n, V]``; one transfer from the device for all plain greedy rows.
+def likeliest(logits: Tensor) -> list[int]:
+    """The likeliest token of each row of ``logits [n, V]``, in one transfer from the device."""
+    found: list[int] = logits.argmax(dim=-1).tolist()
+    return found
 
-    ``allowed``: for each row the tokens that may be chosen, ``[V] bool``, or ``None``. The others are out before the
-    processors run: after top-k, top-p or min-p there might be none left. Log-probabilities are those without it.
+
+def choose(
+    logits: Tensor, likely: int, sampler: Sampler, history: Sequence[int], allowed: Tensor | None = None
+) -> tuple[int, TokenLogprob | None]:
+    """The next token from ``logits [V]``, of which ``likely`` is the likeliest.
+
+    ``allowed``: the tokens that may be chosen, ``[V] bool``; ``None`` for all. The others are out before the processors
+    run: after top-k, top-p or min-p there might be none left. Log-probabilities are those without it.
     """
-    greedy = logits.argmax(dim=-1).tolist()
-    masks = [None] * len(samplers) if allowed is None else allowed
-    chosen = []
-    for row, (sampler, history, mask) in enumerate(zip(samplers, histories, masks, strict=True)):
-        if mask is not None:
-            token = sampler.sample(logits[row].masked_fill(~mask.to(logits.device), -torch.inf), history)
-        else:
-            token = greedy[row] if sampler.plain else sampler.sample(logits[row], history)
-        chosen.append((token, sampler.logprob(logits[row], token)))
-    return chosen
+    if allowed is not None:
+        token = sampler.sample(logits.masked_fill(~allowed.to(logits.device), -torch.inf), history)
+    else:
+        token = likely if sampler.plain else sampler.sample(logits, history)
+    return token, sampler.logprob(logits, token)

@@ -33,6 +33,7 @@ class GroupBuffers:
 
     ``shared``: a fork uses the same tensors, or a capture shows what was taken back since: nothing may be written to
     them. ``lent``: captures show slots before this one. ``fixed``: the tensors stay where they are, whatever happens.
+    ``torn``: an allocation failed while rows were moved, so that some layers hold the old ones and some the new.
     """
 
     group: LayerGroup
@@ -48,6 +49,7 @@ class GroupBuffers:
     base: int = 0
     shared: bool = False
     lent: int = 0
+    torn: bool = False
 
     @classmethod
     def of(cls, geometry: KVGeometry, index: int, device: torch.device, *, fixed: bool = False) -> GroupBuffers:
@@ -70,9 +72,8 @@ class GroupBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; those shared with a fork count on both sides."""
-        numbers = self.capacity * self.group.values_per_token
-        numbers += sum(m.numel() for m in self.masters if m is not None)
-        return numbers * self.dtype.itemsize
+        tensors = (*self.keys, *self.values, *(m for m in self.masters if m is not None))
+        return sum(t.numel() for t in tensors) * self.dtype.itemsize
 
     def computed(self, layer: int, lo: int, hi: int) -> list[Tensor]:
         """Keys of slots ``[lo, hi)`` as they were computed: views, in order."""
@@ -104,8 +105,18 @@ class GroupBuffers:
         """Hold exactly ``pieces`` from slot 0 on, ``deltas`` (tokens, delta) saying how far each key is turned.
 
         In new tensors, one layer at a time to bound the peak, so that views of the old ones stay valid; where the
-        tensors are ``fixed``, in the old ones.
+        tensors are ``fixed``, in the old ones. ``torn`` where an allocation fails.
         """
+        self.torn = True
+        self._seat(pieces, deltas, capacity)
+        self.torn = False
+
+    def grow(self, deltas: Sequence[tuple[int, int]], capacity: int) -> None:
+        """Room for ``capacity`` slots behind the same rows. Where an allocation fails, some layers have that room and
+        some do not, and all is as good as before."""
+        self._seat(self.rows([(0, sum(tokens for tokens, _ in deltas))]), deltas, capacity)
+
+    def _seat(self, pieces: Pieces, deltas: Sequence[tuple[int, int]], capacity: int) -> None:
         total, moved = sum(tokens for tokens, _ in deltas), turned_tokens(deltas)
         turned = _first(deltas, moved)
         for layer in range(len(self.group.layers)):
@@ -172,16 +183,19 @@ class GroupBuffers:
         """Let the tensors go."""
         self.keys, self.values, self.masters = [], [], []
         self.capacity = self.moved = self.base = self.lent = 0
-        self.shared = False
+        self.shared = self.torn = False
 
     def check_integrity(self, used: int) -> None:
         """``AssertionError`` where shapes and counters disagree; ``used`` slots are taken."""
         n, name = len(self.group.layers), self.group.name
+        assert not self.torn, name
         assert len(self.keys) == len(self.values) == len(self.masters) == n, (name, len(self.keys), n)
         assert 0 <= self.moved <= used <= self.capacity, (name, self.moved, used, self.capacity)
         for tensors, dim in ((self.keys, self.group.key_dim), (self.values, self.group.value_dim)):
             for t in tensors:
-                assert tuple(t.shape) == (self.group.kv_heads, self.capacity, dim), (name, tuple(t.shape))
+                # More where a growth failed half-way.
+                assert t.shape[0] == self.group.kv_heads and t.shape[2] == dim, (name, tuple(t.shape))
+                assert t.shape[1] >= self.capacity, (name, tuple(t.shape))
                 assert t.dtype == self.dtype, (name, t.dtype)
         for master, rotation in zip(self.masters, self.rotations, strict=True):
             wanted = self.moved if rotation is not None else 0

@@ -66,7 +66,11 @@ class ContiguousKV(PlacedKV):
         first = self.used(buffers) - used
         rows = buffers.rows([(first, first + used)])
         buffers.base += first
-        buffers.seat(rows, self._deltas(self.placement, self._held(buffers)), capacity)
+        deltas = self._deltas(self.placement, self._held(buffers))
+        if first:
+            buffers.seat(rows, deltas, capacity)
+        else:
+            buffers.grow(deltas, capacity)
 
     def skip(self, ids: Sequence[int]) -> None:
         self._check_open()
@@ -102,11 +106,13 @@ class ContiguousKV(PlacedKV):
             return
         gone = [span for have in before.kept for span in without(have, kept)]
         wanted = [span.intersect(old) for span in gone for old in undo.placement.kept]
+        saved = []
         for run in before.runs(span for span in wanted if len(span)):
             ((lo, hi),) = slices(before.kept, (run,))
             for index, buffers in enumerate(self._groups):
                 if buffers.group.window is None:
-                    undo.evicted.append(CapturedPart(index, run, to_cpu(cloned(buffers.block(lo, hi)))))
+                    saved.append(CapturedPart(index, run, to_cpu(cloned(buffers.block(lo, hi)))))
+        undo.evicted += saved  # all of them or none
 
     def crop(self, length: int) -> None:
         self._check_open()
@@ -150,6 +156,8 @@ class ContiguousKV(PlacedKV):
         moved = self._check_rollback(then)
         if moved and undo is not self._undo:
             raise ValueError("tokens were evicted since, and this is not the open undo record")
+        if torn := [buffers.group.name for buffers in self._groups if buffers.torn and buffers.group.window is None]:
+            raise MemoryError(f"an allocation failed while rows of {', '.join(torn)} were moved: some are lost")
         full = {i: self._pieces_at(i, undo) for i, b in enumerate(self._groups) if moved and b.group.window is None}
         self._roll_back(then, moved)
         if not moved:
@@ -180,7 +188,7 @@ class ContiguousKV(PlacedKV):
     def _restore_window(self, index: int, buffers: GroupBuffers, undo: Undo, moved: bool) -> None:
         then = undo.placement
         start = self._window_start(buffers.group, then.length)
-        if not moved and buffers.base <= start:
+        if not moved and buffers.base <= start and not buffers.torn:
             return  # never compacted since: the window is still where it was
         buffers.base = min(start, then.length)
         blocks = [part.block for part in undo.windows if part.group == index]

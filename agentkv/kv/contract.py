@@ -112,6 +112,11 @@ class SequenceKV(ABC):
         """Position at which the next token is computed."""
 
     @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether its memory was given back: by ``close``, or since it could not be rolled back."""
+
+    @property
     def lossy(self) -> tuple[Span, ...]:
         """What of it is held with loss: read back, it is not what was computed."""
         return ()
@@ -123,7 +128,10 @@ class SequenceKV(ABC):
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` more. Mutates capacity only."""
+        """Make room for ``tokens`` more. Mutates capacity only.
+
+        Where an allocation fails, here or in ``keep``, ``rollback`` leads back to the open undo record or raises.
+        """
 
     @abstractmethod
     def advance(self, ids: Sequence[int]) -> None:
@@ -156,7 +164,8 @@ class SequenceKV(ABC):
     def rollback(self, undo: Undo) -> None:
         """Back to the state at ``undo_record``, whatever was written since. Evictions need the open record.
 
-        ``undo``: of this state's own, not of the one it was forked from; later records are void.
+        ``undo``: of this state's own, not of the one it was forked from; later records are void. Raises where an
+        allocation fails, or one has failed that left nothing to go back to: the state can then only be closed.
         """
 
     @abstractmethod

@@ -182,6 +182,10 @@ class OffloadedKV(SequenceKV):
         return self.inner.next_position
 
     @property
+    def closed(self) -> bool:
+        return self.inner.closed
+
+    @property
     def nbytes(self) -> int:
         """On the device: its share of the staging buffers."""
         return self._layout.bytes_needed(self, self.tokens)

@@ -39,6 +39,10 @@ class PlacedKV(SequenceKV):
         return self._ids
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def placement(self) -> Placement:
         past, length = self._past, self.length
         kept = past.kept if length == self._grows else (*past.kept, Span(self._grows, length))

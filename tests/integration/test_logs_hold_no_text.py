@@ -204,7 +204,7 @@ def day(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Day:
 
 def test_no_record_at_any_level_holds_anything_of_a_conversation(day: Day) -> None:
     records = day.records
-    assert {"token_not_handed_out", "step_failed", "eviction_failed", "fallback"} <= {
+    assert {"token_not_handed_out", "step_failed", "room_not_made", "fallback"} <= {
         r.__dict__["event"] for r in records
     }
     for record in records:

@@ -256,7 +256,7 @@ def test_no_setting_lets_a_token_through_that_is_not_allowed(settings: dict[str,
         allowed[step] = True
         logits = row(step)
         logits[~allowed] += 20  # whatever is forbidden looks far better
-        [(token, _)] = choose(logits[None], [sampler], [list(range(40))], [allowed])
+        token, _ = choose(logits, int(logits.argmax()), sampler, list(range(40)), allowed)
         assert allowed[token]
 
 
@@ -264,27 +264,25 @@ def test_greedy_takes_the_likeliest_of_what_is_allowed() -> None:
     logits = row(1).bfloat16()
     allowed = torch.zeros(WIDTH, dtype=torch.bool)
     allowed[[5, 9, 200]] = True
-    [(token, _)] = choose(logits[None], [Sampler(SamplingParams.build(), CPU)], [[]], [allowed])
+    token, _ = choose(logits, int(logits.argmax()), Sampler(SamplingParams.build(), CPU), [], allowed)
     assert token == max((5, 9, 200), key=lambda index: float(logits[index]))
 
 
-def test_a_mask_that_allows_everything_changes_no_choice_and_others_in_the_batch_have_none() -> None:
-    settings = [{}, {"temperature": 1.0, "top_p": 0.8, "seed": 1}, {"repetition_penalty": 2.0}]
-    logits, histories = torch.stack([row(index) for index in range(3)]), [[1, 2, 3]] * 3
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.8, "seed": 1}, {"repetition_penalty": 2.0}])
+def test_a_mask_that_allows_everything_changes_no_choice(sampling: dict[str, Any]) -> None:
+    logits = row(1)
 
-    def chosen(masks: list[torch.Tensor | None] | None) -> list[int]:
-        samplers = [Sampler(SamplingParams.build(**each), CPU) for each in settings]
-        return [token for token, _ in choose(logits, samplers, histories, masks)]
+    def chosen(mask: torch.Tensor | None) -> int:
+        return choose(logits, int(logits.argmax()), Sampler(SamplingParams.build(**sampling), CPU), [1, 2, 3], mask)[0]
 
-    everything = torch.ones(WIDTH, dtype=torch.bool)
-    assert chosen(None) == chosen([everything] * 3) == chosen([None, everything, None])
+    assert chosen(None) == chosen(torch.ones(WIDTH, dtype=torch.bool))
 
 
 def test_log_probabilities_are_those_without_the_grammar() -> None:
     logits, allowed = row(2), torch.zeros(WIDTH, dtype=torch.bool)
     allowed[7] = True
     sampler = Sampler(SamplingParams.build(logprobs=2), CPU)
-    [(token, found)] = choose(logits[None], [sampler], [[]], [allowed])
+    token, found = choose(logits, int(logits.argmax()), sampler, [], allowed)
     truth = torch.log_softmax(logits, -1)
     assert token == 7 and found is not None
     assert found.logprob == pytest.approx(float(truth[7])) and found.top[0][0] == int(truth.argmax())

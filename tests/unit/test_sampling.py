@@ -12,7 +12,7 @@ from families import VOCAB, family
 from torch import Tensor
 from transformers import GenerationConfig
 
-from agentkv.engine.sampling import Sampler, choose
+from agentkv.engine.sampling import Sampler, choose, likeliest
 from agentkv.schemas.sampling import SamplingParams
 
 HISTORY = prompt(30)
@@ -125,7 +125,11 @@ def test_a_batch_chooses_row_by_row() -> None:
     rows = torch.stack([logits(s) for s in range(4)])
     settings = [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 3.0}, {"temperature": 0.6, "seed": 4}]
     histories = [prompt(20, s) for s in range(4)]
-    together = choose(rows, [sampler(**s) for s in settings], histories)
+    likely = likeliest(rows)
+    assert likely == [int(row.argmax()) for row in rows]
+    together = [
+        choose(*each, h) for *each, h in zip(rows, likely, [sampler(**s) for s in settings], histories, strict=True)
+    ]
     alone = [sampler(**s).sample(row, h) for s, row, h in zip(settings, rows, histories, strict=True)]
     assert [token for token, _ in together] == alone
 
