@@ -13,7 +13,7 @@ from agentkv.engine.beams import BeamSearch, Search
 from agentkv.engine.job import Generation, Job, JobResult, TokenSink, Verdict
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.sampling import Sampler, TokenLogprob
-from agentkv.kv.contract import SequenceKV, Undo
+from agentkv.kv.contract import SequenceKV
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.waiting import outlast
 from agentkv.types import FinishReason
@@ -46,11 +46,11 @@ async def searched(
     search: Search,
     sampling: SamplingParams,
     model: LoadedModel,
-) -> tuple[JobResult, Undo]:
+) -> tuple[JobResult, Job]:
     """Compute ``feed`` into ``kv``, search, and compute the winner into it, all but its last token.
 
-    Returns the winner as a job's result, and what rolls ``kv`` back. Where it fails or is cancelled ``kv`` is what it
-    was. A beam copies its KV when it first writes to what it shares (with the layout ``paged``: the page).
+    Returns the winner as a job's result, and the job that rolls ``kv`` back. Where it fails or is cancelled ``kv`` is
+    what it was. A beam copies its KV when it first writes to what it shares (with the layout ``paged``: the page).
     """
     generation = Generation(_Likeliest(sampling, model.adapter.device, search.candidates), 1, _Deaf())
     job = Job(kv, feed, model.piece, points, generation)
@@ -77,12 +77,10 @@ async def searched(
             await _run(Job(kv, winner[:-1], model.piece), model)
     except BaseException:
         _close(beams, kv)
-        if job.undo is not None:
-            kv.rollback(job.undo)
+        job.roll_back()
         raise
-    assert job.undo is not None
     reason: FinishReason = "stop" if winner[-1] in search.end_ids else "length"
-    return replace(first, tokens=winner, logprobs=(), finish_reason=reason), job.undo
+    return replace(first, tokens=winner, logprobs=(), finish_reason=reason), job
 
 
 async def _run(job: Job, model: LoadedModel) -> JobResult:

@@ -107,6 +107,11 @@ class SessionCore:
         self.uses = 1.0 + 0.9 * self.uses
         self.expected_at = None
 
+    def drop_closed(self) -> None:
+        """KV that could not be rolled back was closed: what is stored gives it back, or the ledger. Gate held."""
+        if self.kv is not None and self.kv.closed:
+            self.kv, self.state = None, SessionState.DISK
+
     @property
     def fresh(self) -> bool:
         """Whether the ledger holds the head and nothing else."""

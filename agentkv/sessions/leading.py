@@ -38,8 +38,8 @@ async def lead(
         update = tiers.repository.update_session(core.id, kv_length=pinned, state="live")
         cancelled = await finished(asyncio.ensure_future(update))
     except BaseException:
-        if kv.length and job.undo is not None:
-            kv.rollback(job.undo)
+        if kv.length:
+            job.roll_back()
         raise
     core.record = replace(core.record, kv_length=pinned, state="live")
     kv.settle()

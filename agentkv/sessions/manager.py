@@ -29,6 +29,7 @@ from agentkv.sessions.explaining import Explanation, explained
 from agentkv.sessions.hints import Hints
 from agentkv.sessions.moving import Moving
 from agentkv.sessions.prewarming import prewarmed
+from agentkv.sessions.relief import relieved
 from agentkv.sessions.session import Session
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
@@ -348,9 +349,14 @@ class Sessions:
         """See ``Session.resume``."""
         async with core.gate:
             core.check_open()
-            await self.tiers.residency.reserve(core, core.record.ledger_length)
-            try:
+            tokens = core.record.ledger_length
+
+            async def attempt() -> RestoreReport:
+                await self.tiers.residency.reserve(core, tokens)
                 return await self.tiers.make_live(core)
+
+            try:
+                return await relieved(core, self.tiers, self.engine, tokens, attempt)
             finally:
                 self.tiers.residency.settle(core)
 

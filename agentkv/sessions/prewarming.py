@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agentkv.engine.loading import LoadedModel
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.leading import lead
+from agentkv.sessions.relief import relieved
 from agentkv.types import SessionState, Tier
 
 if TYPE_CHECKING:
@@ -77,10 +78,16 @@ async def _computed(core: SessionCore, sessions: Sessions, model: LoadedModel) -
         ledger = await core.load(tiers.repository)
         async with tiers.attaching.attached(core, ledger) as leading:
             if leading is not None:
-                await tiers.residency.reserve(core, core.record.pinned)
-                try:
-                    core.kv, core.state = tiers.open(core, core.record.pinned), SessionState.LIVE
+                pinned = core.record.pinned
+
+                async def attempt() -> None:
+                    await tiers.residency.reserve(core, pinned)
+                    if core.kv is None:
+                        core.kv, core.state = tiers.open(core, pinned), SessionState.LIVE
                     await lead(core, core.kv, ledger, model, tiers, leading)
+
+                try:
+                    await relieved(core, tiers, sessions.engine, pinned, attempt)
                 finally:
                     tiers.residency.settle(core)
     if core.kv is not None:

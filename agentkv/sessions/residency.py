@@ -18,6 +18,7 @@ from agentkv.policies.residency import ResidencyPolicy, SessionFacts, plan
 from agentkv.sessions.admission import Admission, QueueFull
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.rates import Rates
+from agentkv.sessions.sizes import free_memory
 from agentkv.types import Tier
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Residency:
 
     def settle(self, core: SessionCore) -> None:
         """After a turn: count what is really reserved."""
+        core.drop_closed()
         core.reserved = core.kv.nbytes if core.kv is not None else 0
         self.admission.freed()
 
@@ -155,6 +157,39 @@ class Residency:
             uses=core.uses,
             expected=None if core.expected_at is None else core.expected_at - now,
             restore=core.reserved / _RESTORE_BYTES_SECOND if known is None else known,
+        )
+
+    async def clear(self, but: SessionCore) -> tuple[int, int]:
+        """All idle sessions that are not pinned leave the device, as far as they can: how many did, and their bytes.
+
+        Where the device is a CPU they go to disk: it is host memory that there is too little of.
+        """
+        tier = Tier.DISK if self._layout.device.type == "cpu" else Tier.HOST
+        moved = nbytes = 0
+        for other in self._movable(but):
+            if not other.idle or other.kv is None:
+                continue  # a turn was faster
+            held = other.reserved
+            try:
+                await self._tiers.suspend(other, tier)
+            except Exception as error:  # one that cannot go, for want of memory itself, does not keep the others
+                log.error("not_demoted", session=other.id, **fault(error))
+                continue
+            moved, nbytes = moved + 1, nbytes + held
+        return moved, nbytes
+
+    def exhausted(self, core: SessionCore, tokens: int, moved: int, nbytes: int) -> CapacityExceeded:
+        """What to tell of a turn that ran out of device memory again after ``moved`` sessions had given ``nbytes``."""
+        needed, free = self._needed(core, tokens), free_memory(self._layout.device)
+        self._tiers.observer.refused(core, needed)
+        return CapacityExceeded(
+            f"the device ran out of memory, and again after {moved} idle sessions had given {nbytes:,} bytes back: "
+            f"{needed:,} bytes of KV are needed, and what a step takes beside them; {free:,} are free. Retry later, or "
+            f"leave more for steps: lower device_budget ({self.budget:,}), or prefill_tokens, which makes them smaller",
+            needed=needed,
+            available=free,
+            budget=self.budget,
+            retry_after=_RETRY_AFTER,
         )
 
     def _needed(self, core: SessionCore, tokens: int) -> int:

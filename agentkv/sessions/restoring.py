@@ -19,6 +19,7 @@ from agentkv.errors import ChunkFault
 from agentkv.kv.contract import Layout, SequenceKV
 from agentkv.kv.staging import pinned_like, to_device
 from agentkv.sessions.db.records import Manifest, SegmentRecord
+from agentkv.sessions.waiting import outlast
 from agentkv.storage.blobs import BlobStore, Buffer, Scratch
 from agentkv.storage.chunkfile import ChunkHeader, check, decode_part, read_header
 from agentkv.storage.host import HostTier
@@ -121,22 +122,27 @@ class ChunkReader:
     async def _attempt(
         self, kv: SequenceKV, manifest: Manifest, ledger: array[int], placement: Placement, room: int
     ) -> Restored:
-        kv.place(placement, room)
         needed = [self._needed(placement, group) for group in range(len(self._windows))]
         segments = [
             s for s in manifest.segments if any(len(s.span.intersect(span)) for spans in needed for span in spans)
         ]
         chains = _chain_starts(ledger, segments)
-        loop = asyncio.get_running_loop()
+        loop, given_up = asyncio.get_running_loop(), threading.Event()
+
+        def read(segment: SegmentRecord, chain: str) -> _Read | ChunkFault | None:
+            return None if given_up.is_set() else self._segment(kv, segment, chain, ledger, placement, needed)
+
+        work: list[asyncio.Future[_Read | ChunkFault | None]] = []
         try:
-            results = await asyncio.gather(
-                *(
-                    loop.run_in_executor(self._executor, self._segment, kv, segment, chain, ledger, placement, needed)
-                    for segment, chain in zip(segments, chains, strict=True)
-                )
-            )
+            kv.place(placement, room)
+            pairs = zip(segments, chains, strict=True)
+            work += [loop.run_in_executor(self._executor, read, segment, chain) for segment, chain in pairs]
+            results = await asyncio.shield(asyncio.gather(*work))
         except BaseException:
-            # Workers may still be writing into the buffers; they hold them, and nobody else will.
+            # Nobody else may be given this memory while a worker still writes to it.
+            given_up.set()
+            if work:
+                await outlast(asyncio.wait(work))
             kv.close()
             raise
         fault, usable = None, placement.length

@@ -20,6 +20,7 @@ from typing import Any
 from agentkv.errors import ChunkFault, StorageError, StorageFull
 from agentkv.kv.contract import Layout, SequenceKV
 from agentkv.logs import Log, fault
+from agentkv.memory import memory_told
 from agentkv.policies.residency import ResidencyPolicy
 from agentkv.sessions.attaching import Attaching
 from agentkv.sessions.branching import Branching
@@ -127,6 +128,7 @@ class Tiers:
         Never fails over stored KV: what cannot be used is left out, and the report says why; the caller computes the
         rest of the ledger. ``compute`` fills an empty state with all that the last commit held, or closes it and
         raises: where that is as good as what is stored and was measured to be faster, it is called instead.
+        ``OutOfDeviceMemory`` where an allocation fails.
         """
         if core.kv is not None:
             missing = max(0, core.record.kv_length - core.kv.length)
@@ -141,7 +143,8 @@ class Tiers:
         started = time.perf_counter()
         before, core.state = core.state, SessionState.RESTORING
         try:
-            report = await self._restore(core, expected, room, compute)
+            with memory_told():
+                report = await self._restore(core, expected, room, compute)
         except BaseException:
             core.state = before
             raise
@@ -159,12 +162,15 @@ class Tiers:
         core.record = replace(core.record, kv_fingerprint=self._fingerprint)
 
     def open(self, core: SessionCore, room: int = 0) -> SequenceKV:
-        """A new, empty state for the session, with room for so many tokens."""
+        """A new, empty state for the session, with room for so many tokens; ``OutOfDeviceMemory`` without memory."""
         limit = core.limit(self._context)
-        return self.layout.open(min(room, limit), limit)
+        with memory_told():
+            return self.layout.open(min(room, limit), limit)
 
     async def _restore(self, core: SessionCore, expected: int, room: int, compute: _Compute | None) -> RestoreReport:
         ledger = await core.load(self.repository)
+        if core.writing is not None:
+            await asyncio.wait([core.writing])  # KV that was lost, not demoted, may be being written
         if core.record.kv_fingerprint != self._fingerprint:
             # Another model's KV: its bytes make room for this one's.
             await self._forget(core, 0)

@@ -13,16 +13,19 @@ from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from agentkv.engine.beams import Search
 from agentkv.engine.job import Generation, Job, JobResult
 from agentkv.engine.loading import LoadedModel
+from agentkv.engine.repeating import OnceSink
 from agentkv.engine.retention import Retention
 from agentkv.engine.sampling import Sampler
 from agentkv.engine.sink import ReplySink, TextSink
 from agentkv.errors import Closed, ContextTooLong, InvalidRequest, Unsupported
 from agentkv.kv.contract import SequenceKV
+from agentkv.logs import Log, fault
 from agentkv.policies.retention import ItemView
 from agentkv.schemas.messages import Message, ToolCall
 from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta, ToolCallEvent
@@ -36,12 +39,15 @@ from agentkv.sessions.db.records import Cut, ItemRecord, TurnRecord
 from agentkv.sessions.leading import lead
 from agentkv.sessions.outputs import Output, said_before
 from agentkv.sessions.recompute import recompute_retained, replay_is_cheap
+from agentkv.sessions.relief import relieved
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.waiting import finished, outlast
 from agentkv.storage.faultpoints import fault_point
 from agentkv.types import FinishReason, RestoreReport, SessionState, Span, Usage
 
 __all__ = ["Appended", "Turn", "TurnInput", "events_of", "public_item"]
+
+log = Log(__name__)
 
 _TAIL = 512
 """Ids at the end of the ledger that rendering and detokenising look at."""
@@ -108,6 +114,9 @@ class Turn:
         self._started = time.perf_counter()
         self._first_token: float | None = None
         self._seed: int | None = None
+        self._sink: ReplySink | None = None
+        self._handed: OnceSink | None = None
+        self._live: tuple[RestoreReport, int] | None = None
         self._cut: Cut | None = None
         self.events: asyncio.Queue[Event | Appended | BaseException] = asyncio.Queue()
         self.committed = False
@@ -127,6 +136,8 @@ class Turn:
             self.events.put_nowait(Closed(f"the runtime closed during this turn, {how}"))
             raise
         except Exception as error:
+            if self.committed:
+                log.error("kv_not_written", session=self._core.id, **fault(error))
             self.events.put_nowait(error)
         finally:
             self._tiers.residency.admission.freed()  # it is idle now: its memory may be had
@@ -145,7 +156,10 @@ class Turn:
                 adapting(core, self._tiers, self._items_ahead(rendered), more),
                 self._tiers.attaching.attached(core, ledger) as leading,
             ):
-                return await self._attached_turn(ledger, rendered, leading)
+                prompt = core.held_tokens + len(rendered.ids)
+                tokens = prompt + self._allowed(prompt, self._request.sampling)
+                attempt = partial(self._attached_turn, ledger, rendered, leading)
+                return await relieved(core, self._tiers, self._model.engine, tokens, attempt)
 
     async def _attached_turn(self, ledger: array[int], rendered: _Rendered, leading: Lead | None) -> Done | Appended:
         core, request = self._core, self._request
@@ -155,24 +169,30 @@ class Turn:
         try:
             await self._tiers.residency.reserve(core, prompt_tokens + max_tokens)
             room = len(ledger) - core.record.kv_length + len(rendered.ids) + max_tokens
-            restore, cached = await self._made_live(room, ledger)
+            if core.kv is None or self._live is None:  # else a first attempt brought it here, and was rolled back
+                self._live = await self._made_live(room, ledger)
+            restore, cached = self._live
             assert core.kv is not None
-            if leading is not None and len(ledger) + len(rendered.ids) > core.record.pinned + (not generate):
+            if (
+                leading is not None
+                and not core.kv.length
+                and len(ledger) + len(rendered.ids) > core.record.pinned + (not generate)
+            ):
                 await lead(core, core.kv, ledger, self._model, self._tiers, leading)
             # The last token's KV is always left to the next step: generation needs that step's logits.
             feed = [*ledger[core.kv.length :], *rendered.ids]
             if not generate:
                 feed = feed[:-1]
             history = [*ledger[-_TAIL:], *rendered.ids]
-            sink, result, undo = await self._compute(feed, max_tokens, history, self._retention(rendered))
+            sink, result, job = await self._compute(feed, max_tokens, history, self._retention(rendered))
             try:
                 text, calls = ("", ()) if sink is None else (sink.finish(), sink.calls)
                 answer = Message(role="assistant", content=text, tool_calls=calls)
                 fault_point("turn.before_commit")
                 done = await self._commit(rendered, result, answer, restore, prompt_tokens, cached)
             except BaseException:
-                if not self.committed and undo is not None:
-                    core.kv.rollback(undo)
+                if not self.committed and job is not None:
+                    job.roll_back()
                 raise
             fault_point("turn.after_commit")
             return done
@@ -316,7 +336,7 @@ class Turn:
 
     async def _compute(
         self, feed: Sequence[int], max_tokens: int, history: Sequence[int], retention: Retention | None
-    ) -> tuple[ReplySink | None, JobResult | None, Any]:
+    ) -> tuple[ReplySink | None, JobResult | None, Job | None]:
         """Through the model thread; ``None`` where there is nothing to compute."""
         core, model, sampling = self._core, self._model, self._request.sampling
         assert core.kv is not None
@@ -327,12 +347,18 @@ class Turn:
             tokenizer = None if self._request.raw else model.tokenizer
             if sampling.stop and tokenizer is None:
                 raise InvalidRequest("stop strings need text: this is a token-level turn", param="stop")
-            read = TextSink if self._calling is None else self._calling.sink
-            sink = read(tokenizer, end_ids, self._emit, stop=sampling.stop, context=history[-_TAIL:])
-            sampler = Sampler(sampling, model.adapter.device)
+            if self._sink is None or self._handed is None:
+                read = TextSink if self._calling is None else self._calling.sink
+                self._sink = read(tokenizer, end_ids, self._emit, stop=sampling.stop, context=history[-_TAIL:])
+                self._handed = OnceSink(self._sink)
+            else:  # it begins anew
+                self._handed.again()
+                await self._begin_output()
+                sampling = sampling.model_copy(update={"seed": self._seed})
+            sink, sampler = self._sink, Sampler(sampling, model.adapter.device)
             self._seed = sampler.seed
             matcher = None if self._output is None else self._output.matcher
-            generation = Generation(sampler, max_tokens, sink, matcher)
+            generation = Generation(sampler, max_tokens, self._handed, matcher)
         if not feed:
             return None, None, None
         if sampling is not None and sampling.beams > 1:
@@ -345,15 +371,16 @@ class Turn:
         except asyncio.CancelledError:
             handle.cancel()
             finished = await outlast(handle.finished())
-            if finished is not None and job.undo is not None:
-                core.kv.rollback(job.undo)  # it was done before it could be dropped
+            if finished is not None:
+                job.roll_back()  # it was done before it could be dropped
             raise
+        finally:
+            if job.tokens and self._first_token is None:
+                self._first_token = job.prefilled
         assert result is not None
         self._tiers.residency.rates.prefilled(len(feed), result.prefill_seconds)
-        if result.first_token_seconds is not None:
-            self._first_token = job.submitted + result.first_token_seconds
         core.early.update(result.windows)
-        return sink, result, job.undo
+        return sink, result, job
 
     async def _searched(
         self,
@@ -362,7 +389,7 @@ class Turn:
         sink: ReplySink,
         sampling: SamplingParams,
         retention: Retention | None,
-    ) -> tuple[ReplySink, JobResult, Any]:
+    ) -> tuple[ReplySink, JobResult, Job]:
         """The answer by beam search; its text comes all at once."""
         core, model, residency = self._core, self._model, self._tiers.residency
         assert core.kv is not None
@@ -372,12 +399,12 @@ class Turn:
         residency.reserve_copies(core, core.kv.length + len(feed) + max_tokens, sampling.beams)
         search = Search(sampling.beams, max_tokens, ends, sampling.length_penalty, sampling.early_stopping)
         points = self._resume_points()
-        result, undo = await searched(core.kv, feed, points, search, sampling, model)
+        result, job = await searched(core.kv, feed, points, search, sampling, model)
         residency.rates.prefilled(len(feed), result.prefill_seconds)
         core.early.update(result.windows)
         for token in result.tokens:
             sink.push(token, None)
-        return sink, result, undo
+        return sink, result, job
 
     def _resume_points(self) -> list[int]:
         """Where the prefill must stop: the pinned prefix's end.

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from agentkv.codecs import Codec, Codecs, KVBlock, MissingFit
 from agentkv.codecs.words import block_dtype
 from agentkv.errors import ChunkFault, InvalidRequest
+from agentkv.memory import is_out_of_memory
 from agentkv.storage import naming
 from agentkv.storage.blobs import Buffer, parts_nbytes
 from agentkv.storage.chunkheader import FORMAT, MAX_CHUNK_TOKENS, ChunkHeader, ChunkMeta, GroupEntry, PartEntry
@@ -175,7 +176,8 @@ def decode_part(buf: Buffer, header: ChunkHeader, part_index: int, out: KVBlock,
     ``out``: tensors of the part's shape and the chunk's dtype, strided views of live buffers allowed; lossy codecs need
     to know its layers, rotations and position. After a fault they may be half-filled. Thread-safe, and the heavy work
     releases the GIL: decode chunks in parallel. Raises ``ChunkFault``: ``geometry``, ``truncated``, ``checksum``,
-    ``version`` (unknown codec), ``fit`` (calibration data of that codec is not here) or ``decode``.
+    ``version`` (unknown codec), ``fit`` (calibration data of that codec is not here) or ``decode``. Want of memory
+    is no fault of the file's: it is raised as it is.
     """
     name = header.chunk_id
     if not 0 <= part_index < len(header.parts):
@@ -193,6 +195,8 @@ def decode_part(buf: Buffer, header: ChunkHeader, part_index: int, out: KVBlock,
     try:
         codec.decode(body, out, part.parameters)
     except Exception as error:  # a codec may come from a third party: a fault here costs a recompute, never a turn
+        if is_out_of_memory(error):
+            raise
         raise ChunkFault(name, "decode", f"{part.codec}: {error}") from error
 
 
