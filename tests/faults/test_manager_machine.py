@@ -4,11 +4,12 @@ committed turn is in the ledger, nothing else is, every token is the right one, 
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,12 +22,16 @@ from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test, i
 from managing.operations import POLICIES, Moment, Op, moments, ops
 from managing.reference import Plan
 from managing.world import Stage, World, stage
+from soaking.oracle import Violation
 
 from agentkv.sessions.db import repository
 from agentkv.sessions.db.transactions import Patience
 
 MOST_SESSIONS = 4
-SYSTEM = "You are a helpful assistant. How is the weather in Paris? " * 2
+PATIENCE = 120
+"""Seconds."""
+SYSTEM = "You are a helpful assistant. How is the weather in Paris? " * 5
+"""Long enough that sessions share the KV of it."""
 
 plans = st.one_of(
     st.builds(
@@ -55,6 +60,18 @@ lives = st.fixed_dictionaries(
 ways = st.sampled_from(["flip", "flip", "truncate", "remove"])
 
 
+async def _bounded(work: Coroutine[Any, Any, None]) -> None:
+    """Whatever does not answer hangs: ``Violation`` says where."""
+    task = asyncio.create_task(work)
+    done, _ = await asyncio.wait([task], timeout=PATIENCE)
+    if not done:
+        stacks = io.StringIO()
+        for each in asyncio.all_tasks():
+            each.print_stack(file=stacks)
+        raise Violation(f"no answer for {PATIENCE} s:\n{stacks.getvalue()}")
+    task.result()
+
+
 class Manager(RuleBasedStateMachine):
     """``stages``: one for each family of models. Runs an event loop of its own between steps."""
 
@@ -69,7 +86,7 @@ class Manager(RuleBasedStateMachine):
 
     def run(self, work: Any) -> None:
         try:
-            self.runner.run(work)
+            self.runner.run(_bounded(work))
         except BaseException:
             self.failed = True
             raise

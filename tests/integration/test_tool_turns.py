@@ -294,6 +294,8 @@ async def test_an_answer_made_again_and_a_call_edited_are_calls(root: Path, tmp_
         says(kv, MODELS["hermes"][3])
         again = await session.regenerate()
         assert [call.name for call in again.tool_calls] == ["get_weather", "now"]
+        with pytest.raises(InvalidRequest, match="there is no tool 'nope'"):
+            await session.regenerate(tool_choice={"name": "nope"})
         item = (await session.items())[-1]
         branch = await session.edit(item.id, "Let me see.")
         edited = (await branch.session.items())[-1]
@@ -302,6 +304,8 @@ async def test_an_answer_made_again_and_a_call_edited_are_calls(root: Path, tmp_
         says(kv, "Sunny.")
         result = [{"role": "tool", "tool_call_id": name, "content": "sun"} for name in ids]
         assert (await branch.session.send(result)).text == "Sunny."
+        # What was not made again is as it was: its calls can be answered.
+        await session.append(result)
 
 
 PLACE = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}

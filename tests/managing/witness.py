@@ -34,7 +34,8 @@ class Witness:
         that is not the greedy choice.
 
         While nothing is evicted transformers computes the ledger in one pass; else a twin hears the whole script. A
-        state that was rebuilt from the tokens it held has seen no others: these are then computed in one pass.
+        state that was rebuilt from the tokens it held has seen no others: these are then computed in one pass. Not so
+        where layers see a sliding window: it does not reach across what was passed over.
         """
         if not known.plan.compared or not turns:
             return
@@ -85,7 +86,7 @@ class Witness:
     ) -> None:
         known.approximate = True
         await self.forget(known)
-        if base is not None:
+        if base is not None and not self._oracle._kv.model.forgets:
             rest = range(before.length, turns[0].span.start)
             known.rebuilt = [known.ledger[at] for at in (*base, *rest)]
         evicted = set(positions(before.kept)) - set(positions(after.kept))

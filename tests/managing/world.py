@@ -261,7 +261,7 @@ class World:
         until = engine.steps + count
         await asyncio.sleep(0)
         while count and engine.steps < until and not task.done():  # noqa: ASYNC110  it sends no event
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.0005)
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
