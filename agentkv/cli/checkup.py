@@ -32,6 +32,8 @@ _COMPUTED_AGAIN = {
 }
 """What to do where much of the known KV was not used, by the first word of the reason."""
 _FAULTY = "`agentkv store verify` names the files that are faulty"
+_SLOW_DTYPE = 1.5
+"""Times float32: less is no reason to pay twice the memory."""
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "bf16", "asimd", "sve")
 
 
@@ -241,6 +243,22 @@ class _Checkup:
             )
         return {"ok": report.ok, **asdict(report)}
 
+    def speed(self, loaded: LoadedModel) -> dict[str, Any]:
+        """Whether the dtype that the model runs in suits this machine."""
+        from agentkv.engine.products import product_rates
+
+        rates = product_rates(loaded.adapter.model.dtype, loaded.adapter.device)
+        if rates.slower > _SLOW_DTYPE:
+            self.warnings.append(
+                {
+                    "what": f"matrix products in {rates.dtype} are {rates.slower:.1f} times slower here than in "
+                    f"float32 ({rates.gflops:,.0f} against {rates.gflops_float32:,.0f} GFLOP/s): they are emulated",
+                    "do": "set AGENTKV_DTYPE=float32, or pass --dtype float32: prefill is then faster by up to that "
+                    "factor, weights and KV take twice the memory, and what is stored already is computed again",
+                }
+            )
+        return asdict(rates)
+
     def codec(self, loaded: LoadedModel) -> dict[str, Any]:
         """What stored KV of this model goes through, and what ``auto`` goes by."""
         from agentkv.codecs import CODECS
@@ -293,6 +311,7 @@ def examine(settings: Settings, *, fast: bool) -> dict[str, Any]:
         "storage": storage,
         "model": model,
         "bits": None if loaded is None else check.bits(loaded),
+        "speed": None if loaded is None else check.speed(loaded),
         "codec": None if loaded is None else check.codec(loaded),
     }
     return {

@@ -34,7 +34,7 @@ def doctor(
 
 def _print(report: dict[str, Any]) -> None:
     console = out_console()
-    for title in ("versions", "machine", "home", "database", "storage", "model", "bits", "codec"):
+    for title in ("versions", "machine", "home", "database", "storage", "model", "bits", "speed", "codec"):
         facts = report[title]
         if facts is None:
             continue
@@ -61,6 +61,8 @@ def _plain(text: str) -> str:
 def _shown(name: str, value: Any) -> str:
     if name.endswith("bytes"):
         return nbytes(value)
+    if isinstance(value, float) and value >= 1:
+        return f"{value:,.1f}"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from homes import chat_folder
 
 from agentkv.cli.main import app
 from agentkv.cli.sessions import span_bar
+from agentkv.engine import products
 from agentkv.sessions.home import Home
 from agentkv.types import Span
 
@@ -181,6 +183,25 @@ def test_doctor_finds_nothing_wrong_where_nothing_is(tmp_path: Path, model: Path
     assert report["bits"]["row_counts"][-1] == 32
     assert report["bits"]["max_difference"] < 1e-3
     assert report["versions"]["torch"]
+    speed = report["speed"]
+    assert speed["gflops"] == speed["gflops_float32"] > 0.1, "the model is float32"
+
+
+def test_doctor_says_where_a_dtype_is_emulated(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine's own answer; and another machine's, since no one machine gives both."""
+    where = ["--json", "--home", str(tmp_path / "new"), "--model", str(model), "--device", "cpu", "--dtype", "bfloat16"]
+    report = json.loads(agentkv("doctor", *where).stdout)
+    emulated = report["speed"]["gflops_float32"] > 1.5 * report["speed"]["gflops"]
+    assert any("slower here than in float32" in warning["what"] for warning in report["warnings"]) == emulated
+    monkeypatch.setattr(products, "_rate", lambda dtype, device: 80.0 if dtype == torch.float32 else 10.0)
+    with pytest.raises(SystemExit) as exit_:
+        app(["doctor", *where])
+    assert not exit_.value.code
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert "bfloat16 are 8.0 times slower here than in float32 (10 against 80 GFLOP/s)" in warning["what"]
+    assert "AGENTKV_DTYPE=float32" in warning["do"]
 
 
 def test_models_list_shows_licences(tmp_path: Path) -> None:
