@@ -176,6 +176,14 @@ class Sessions:
                 await self.tiers.demote(core, Tier.HOST)
             core.record = await self.repository.update_session(core.id, policy=text, policy_since=core.record.kv_length)
 
+    async def update(self, core: SessionCore, fields: Mapping[str, Any]) -> None:
+        """See ``Session.update``."""
+        self._check_open()
+        async with core.gate:
+            core.check_open()
+            if fields:
+                core.record = await self.repository.update_session(core.id, **fields)
+
     @staticmethod
     def _check_pinned(record: SessionRecord, policy: RetentionPolicy) -> None:
         """No policy promises what an earlier one has evicted."""
