@@ -14,7 +14,7 @@ from aiohttp import web
 from agentkv.api import bodies
 from agentkv.api.calls import Call, Routes, adapter
 from agentkv.api.streams import ServerEvent, stream_answer
-from agentkv.errors import InvalidRequest
+from agentkv.errors import ImportRefused, InvalidRequest
 from agentkv.schemas.replies import Begun, Done, Event, Item, Reply, SessionInfo, TextDelta, ToolCallEvent
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.db.records import SessionRecord
@@ -271,7 +271,10 @@ async def import_session(call: Call) -> ImportReport:
                 if size > largest:
                     raise web.HTTPRequestEntityTooLarge(max_size=largest, actual_size=size)
                 await asyncio.to_thread(file.write, part)
-        session = await call.sessions.import_(path)
+        try:
+            session = await call.sessions.import_(path)
+        except ImportRefused as refused:  # where it lay here is nobody's business
+            raise ImportRefused("the uploaded file", refused.reason, refused.detail) from None
     assert session.imported is not None
     return session.imported
 
