@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from agentkv.api.calls import KV, SERVER, TENANT, Route, Tenant, answered
-from agentkv.api.errors import Forbidden, error_answers
+from agentkv.api.calls import KV, SERVER, STOPPING, TENANT, Route, Tenant, answered
+from agentkv.api.errors import Forbidden, Overloaded, error_answers
 from agentkv.api.openapi import DOCUMENT, document
 from agentkv.api.routes import ROUTES
 from agentkv.api.settings import ServerSettings
@@ -24,16 +26,50 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     """An application over an open runtime, which it does not close."""
     app = web.Application(
-        middlewares=[cross_origin, error_answers, tenant_of],
+        middlewares=[cross_origin, error_answers, Bound(server.max_streams).middleware, tenant_of],
         client_max_size=server.max_body,
         handler_args={"auto_decompress": False},
     )
     app[KV] = kv
     app[SERVER] = server
     app[DOCUMENT] = document(ROUTES)
+    app[STOPPING] = asyncio.Event()
+    app.on_shutdown.append(_stopping)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, partial(answered, route))
     return app
+
+
+async def _stopping(app: web.Application) -> None:
+    """Whoever only watches is let go; turns have their time."""
+    app[STOPPING].set()
+
+
+class Bound:
+    """Counts requests in progress, but for what anybody may always ask."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._running = 0
+
+    @property
+    def middleware(self) -> Any:
+        """As aiohttp wants it."""
+
+        @web.middleware
+        async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            route = route_of(request)
+            if route is None or route.scope == "open":
+                return await handler(request)
+            if self._running >= self._most:
+                raise Overloaded(self._most)
+            self._running += 1
+            try:
+                return await handler(request)
+            finally:
+                self._running -= 1
+
+        return bounded
 
 
 def route_of(request: web.Request) -> Route | None:

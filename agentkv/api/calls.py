@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions
     from agentkv.sessions.runtime import AgentKV
 
-__all__ = ["KV", "SERVER", "TENANT", "Call", "Route", "Routes", "Tenant", "adapter"]
+__all__ = ["KV", "SERVER", "STOPPING", "TENANT", "Call", "Route", "Routes", "Tenant", "adapter"]
 
 KV: web.AppKey[AgentKV] = web.AppKey("kv")
+STOPPING = web.AppKey("stopping", asyncio.Event)
 SERVER = web.AppKey("server", ServerSettings)
 TENANT = "agentkv.tenant"
 

@@ -19,6 +19,7 @@ __all__ = [
     "ErrorDetail",
     "Forbidden",
     "NotJSON",
+    "Overloaded",
     "Refusal",
     "Unauthorized",
     "envelope",
@@ -80,6 +81,15 @@ class Forbidden(Refusal):
     """A known caller that may not do this."""
 
     status, type, code = 403, "permission_error", "forbidden"
+
+
+class Overloaded(Refusal):
+    """As many requests as the server takes at once are in progress."""
+
+    status, type, code = 503, "server_error", "overloaded"
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"{most:,} requests are in progress, as many as this server takes at once; come again soon")
 
 
 _KINDS: tuple[tuple[type[BaseException], int, str, str], ...] = (

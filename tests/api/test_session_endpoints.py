@@ -249,7 +249,10 @@ async def test_it_stops_when_told_to_with_everything_stored(model: Path, tmp_pat
             name = await created(http)
             await asked(http, "POST", f"/v1/sessions/{name}/messages", {"messages": "Hello", "max_tokens": 5})
             busy = {"messages": "Hello", "max_tokens": 900, "ignore_eos": True, "stream": True}
-            async with http.post(f"/v1/sessions/{name}/messages", json=busy) as response:
+            async with (
+                http.get(f"/v1/sessions/{name}/events"),  # who only watches holds nobody up
+                http.post(f"/v1/sessions/{name}/messages", json=busy) as response,
+            ):
                 await response.content.readline()
                 assert await server.stopped() == 0, server.said
         server.start()
@@ -257,6 +260,23 @@ async def test_it_stops_when_told_to_with_everything_stored(model: Path, tmp_pat
             reply = await asked(http, "POST", f"/v1/sessions/{name}/messages", {"messages": "On", "max_tokens": 5})
             assert reply["restore"]["source"] == "disk" and reply["restore"]["reason"] is None
             server.kill()
+
+
+async def test_more_requests_than_it_takes_at_once_are_told_to_come_again(model: Path, tmp_path: Path) -> None:
+    with Served(tmp_path / "home", model, server_max_streams=2) as server:
+        async with aiohttp.ClientSession(server.url) as http:
+            name = await created(http)
+            async with http.get(f"/v1/sessions/{name}/events"), http.get(f"/v1/sessions/{name}/events"):
+                async with http.get(f"/v1/sessions/{name}") as response:
+                    assert response.status == 503 and "Retry-After" in response.headers
+                    assert (await response.json())["error"]["code"] == "overloaded"
+                await asked(http, "GET", "/livez")
+            for _ in range(100):
+                async with http.get(f"/v1/sessions/{name}") as response:
+                    if response.status == 200:
+                        break
+                await asyncio.sleep(0.05)
+            assert response.status == 200, "they have left"
 
 
 def test_it_listens_beyond_loopback_only_with_keys(model: Path, tmp_path: Path) -> None:

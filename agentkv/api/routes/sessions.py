@@ -12,8 +12,8 @@ from typing import Any
 from aiohttp import web
 
 from agentkv.api import bodies
-from agentkv.api.calls import Call, Routes, adapter
-from agentkv.api.streams import ServerEvent, stream_answer
+from agentkv.api.calls import STOPPING, Call, Routes, adapter
+from agentkv.api.streams import ServerEvent, stream_answer, until
 from agentkv.errors import ImportRefused, InvalidRequest
 from agentkv.schemas.replies import Begun, Done, Event, Item, Reply, SessionInfo, TextDelta, ToolCallEvent
 from agentkv.sessions.branching import RewindReport
@@ -205,7 +205,7 @@ async def watch_session(call: Call) -> web.StreamResponse:
     session = await _session(call)
 
     async def own() -> AsyncGenerator[LifecycleEvent]:
-        async for event in call.kv.events():
+        async for event in until(call.request.app[STOPPING], call.kv.events()):
             if event.session_id == session.id:
                 yield event
                 if event.kind == "deleted":
