@@ -95,14 +95,15 @@ class _Unusable(Exception):
 
 
 class Importer:
-    """Takes sessions into one runtime's home."""
+    """Takes sessions into one runtime's home, for one tenant."""
 
-    def __init__(self, model: LoadedModel, tiers: Tiers, home: Path) -> None:
+    def __init__(self, model: LoadedModel, tiers: Tiers, home: Path, tenant: str) -> None:
         self._model = model
         self._tiers = tiers
         self._writer: ChunkWriter = tiers.writer
         self._repository = tiers.repository
         self._home = home
+        self._tenant = tenant
 
     async def take(
         self,
@@ -129,7 +130,7 @@ class Importer:
     def _record(self, header: ExportedSession, keep_id: bool) -> SessionRecord:
         return SessionRecord(
             id=header.id if keep_id else f"sess_{secrets.token_hex(16)}",
-            tenant=self._writer.tenant,
+            tenant=self._tenant,
             agent_id=header.agent_id,
             model=self._model.name,  # never the file's: it may be a path
             kv_fingerprint=header.kv_fingerprint,
@@ -272,8 +273,8 @@ class Importer:
             except _Unusable as error:
                 taken.reason = str(error)
                 break
-            key = self._writer.imported_key(found, core.id)
-            batch.append(rehomed(content, found, tenant=self._writer.tenant_digest, lookup_key=key))
+            key = self._writer.imported_key(found, core.record)
+            batch.append(rehomed(content, found, tenant=self._writer.salts.digest(self._tenant), lookup_key=key))
         return batch
 
     def _verified(self, file: _File, number: int, content: bytes) -> ChunkHeader:

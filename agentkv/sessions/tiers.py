@@ -158,7 +158,7 @@ class Tiers:
 
     async def _claim(self, core: SessionCore) -> None:
         """Its KV is this model's from now on. Of its record nothing else is read: a turn may be about to change it."""
-        await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
+        await self.repository.update_session(core.id, core.record.tenant, kv_fingerprint=self._fingerprint)
         core.record = replace(core.record, kv_fingerprint=self._fingerprint)
 
     def open(self, core: SessionCore, room: int = 0) -> SequenceKV:
@@ -187,7 +187,9 @@ class Tiers:
         fault_point("restore.before_read")
         limit = core.limit(self._context)
         room = min(room, limit)
-        restored = await self._reader.restore(manifest, ledger, room, limit=limit, points=core.evicts)
+        restored = await self._reader.restore(
+            core.record.tenant, manifest, ledger, room, limit=limit, points=core.evicts
+        )
         kv = restored.kv
         tokens = kv.length
         reason = None
@@ -316,7 +318,7 @@ class Tiers:
         snapshot = await self.behind.snapshot(core, seal=False)
         if snapshot is None:
             return False
-        chunks = await self.writer.encoded(snapshot, core.record.idle_codec)
+        chunks = await self.writer.encoded(core.record, snapshot)
         self._make_room(core, sum(chunk.nbytes for chunk in chunks))
         for chunk in chunks:
             if not self.host.put(chunk.id, chunk.tobytes()):

@@ -81,7 +81,7 @@ class WriteBehind:
     async def _write(self, core: SessionCore, snapshot: Snapshot) -> None:
         """Store one snapshot; trouble is noted, never raised: the session stays usable, the next turn tries again."""
         try:
-            report = await self._writer.store(core.id, snapshot, core.record.idle_codec)
+            report = await self._writer.store(core.record, snapshot)
         except AgentKVError as error:
             if isinstance(error, StorageError):
                 self.storage_error = str(error)

@@ -112,10 +112,12 @@ def get_session(db: Session, session_id: str, tenant: str) -> SessionRecord:
 
 
 def list_sessions(
-    db: Session, tenant: str, agent_id: str | None, limit: int, before: str | None
+    db: Session, tenant: str | None, agent_id: str | None, limit: int, before: str | None
 ) -> list[SessionRecord]:
-    """Newest first; ``before`` is the id of the last session of the page before."""
-    query = select(SessionRow).where(SessionRow.tenant == tenant)
+    """One tenant's, or all; newest first; ``before`` is the id of the last session of the page before."""
+    query = select(SessionRow)
+    if tenant is not None:
+        query = query.where(SessionRow.tenant == tenant)
     if agent_id is not None:
         query = query.where(SessionRow.agent_id == agent_id)
     if before is not None:

@@ -88,9 +88,9 @@ class Repository:
         return await self._transactions.read(partial(ledger.get_session, session_id=session_id, tenant=tenant))
 
     async def list_sessions(
-        self, tenant: str = "default", agent_id: str | None = None, limit: int = 100, before: str | None = None
+        self, tenant: str | None = "default", agent_id: str | None = None, limit: int = 100, before: str | None = None
     ) -> list[SessionRecord]:
-        """Newest first. ``before``: the id of the last session of the previous page."""
+        """One tenant's, or all where ``None``; newest first. ``before``: the last id of the previous page."""
         return await self._transactions.read(lambda db: ledger.list_sessions(db, tenant, agent_id, limit, before))
 
     async def count_sessions(self, tenant: str | None = None) -> int:
