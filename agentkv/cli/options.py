@@ -13,7 +13,7 @@ from agentkv.logs import configure_logging
 if TYPE_CHECKING:
     from agentkv.settings import Settings
 
-__all__ = ["AsJson", "Device", "Dtype", "HomeFolder", "Model", "Policy", "settings_from"]
+__all__ = ["AsJson", "Device", "Dtype", "HomeFolder", "Model", "Policy", "Tenant", "settings_from"]
 
 HomeFolder = Annotated[
     Path | None, typer.Option("--home", help="Home folder (default: AGENTKV_HOME, else ~/.local/share/agentkv).")
@@ -26,6 +26,7 @@ Policy = Annotated[
     str | None, typer.Option("--policy", help="What stays in the KV state: full, sink:4096, turns:8192, adaptive …")
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="Whose sessions: default, or a key's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

@@ -16,6 +16,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -186,7 +187,8 @@ class Importer:
             go_on()
             fault_point("import.before_commit")
             try:
-                await self._repository.import_session(whole, taken.chunks)
+                async with self._within(taken):
+                    await self._repository.import_session(whole, taken.chunks)
             except (ManifestConflict, LedgerConflict) as error:
                 raise file.container.refused("format", str(error)) from error
         except BaseException:
@@ -239,7 +241,12 @@ class Importer:
             if batch:
                 # Known before they are written: whatever of them is there is deleted where this fails.
                 taken.chunks += [_row(core.record, chunk) for chunk in batch]
-                await self._writer.put(batch)
+                async with self._within(taken):
+                    await self._writer.put(batch)
+
+    def _within(self, taken: _Taken) -> AbstractAsyncContextManager[None]:
+        """``QuotaReached`` where the tenant may not have all that was taken so far."""
+        return self._writer.quotas.room(self._tenant, {chunk.id: chunk.nbytes for chunk in taken.chunks})
 
     def _take_fit(self, file: _File, number: int, taken: _Taken) -> None:
         """A fit that cannot be used leaves its chunks unreadable, and they say so."""

@@ -98,7 +98,7 @@ class Sessions:
 
         ``policy``: what stays in the KV state, ``SinkWindow(4096)`` or its text ``"sink:4096"``; ``"adaptive"`` keeps
         everything as long as that fits; by default ``Settings.default_policy``. Raises ``InvalidRequest`` for what the
-        template, the model or this runtime cannot honour.
+        template, the model or this runtime cannot honour, ``LimitExceeded`` where the tenant's key allows no more.
         """
         self._check_open()
         retention = accepting.chosen_policy(self._settings.default_policy if policy is None else policy)
@@ -206,7 +206,7 @@ class Sessions:
         and nothing in it is executed or used as a path. ``keep_id``: under its own ids, where none of them is here.
         Raises ``ImportRefused`` for a file that was cut, altered or is no export, ``InvalidRequest`` where this runtime
         cannot go on with the session (another tokenizer, a policy or codec that is not here), ``StorageFull`` where its
-        KV does not fit; nothing is left behind then, nor where it is cancelled.
+        KV does not fit, ``LimitExceeded`` as ``create`` does; nothing is left behind then, nor where it is cancelled.
         """
         self._check_open()
         core, report = await self.moving.import_(path, keep_id=keep_id)

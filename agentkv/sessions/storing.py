@@ -16,6 +16,7 @@ from agentkv.errors import DatabaseUnavailable, StorageError, StorageFull
 from agentkv.logs import Log, fault
 from agentkv.sessions.db.records import ChunkCondemned, ChunkRecord, Manifest, SegmentRecord, SessionRecord
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.quotas import Quotas
 from agentkv.sessions.snapshots import Snapshot
 from agentkv.storage.blobs import BlobStore
 from agentkv.storage.chunkfile import ChunkHeader, ChunkMeta, EncodedChunk, encode_chunk
@@ -66,6 +67,7 @@ class ChunkWriter:
         self.codecs = codecs
         self.auto = auto
         self._layout = layout
+        self.quotas = Quotas(repository, kv_fingerprint, self.collect_garbage)
         self._collecting = asyncio.Lock()
         self._spared: Counter[str] = Counter()
 
@@ -146,8 +148,8 @@ class ChunkWriter:
     async def store(self, record: SessionRecord, snapshot: Snapshot) -> StoreReport:
         """Write the snapshot's chunks and append them to the manifest of the session that ``record`` names.
 
-        A few chunks at a time: files first, durable, then one transaction. Raises ``StorageFull``, ``StorageError`` or
-        ``DatabaseUnavailable``; what was appended before stays valid.
+        A few chunks at a time: files first, durable, then one transaction. Raises ``StorageFull`` (``QuotaReached``
+        where it is the tenant's own), ``StorageError`` or ``DatabaseUnavailable``; what was appended before stays valid.
         """
         loop = asyncio.get_running_loop()
         spans = snapshot.spans()
@@ -163,10 +165,11 @@ class ChunkWriter:
             ]
             encoded = await asyncio.gather(*batch)
             fault_point("store.encoded")
-            await self.put(encoded)
-            fault_point("store.before_manifest")
             last = first + size >= len(spans)
-            replaced += await self._append(record, encoded, snapshot, last)
+            async with self.quotas.room(record.tenant, {chunk.id: chunk.nbytes for chunk in encoded}):
+                await self.put(encoded)
+                fault_point("store.before_manifest")
+                replaced += await self._append(record, encoded, snapshot, last)
             fault_point("store.after_manifest")
             written += len(encoded)
             nbytes += sum(chunk.nbytes for chunk in encoded)

@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from agentkv.errors import InvalidRequest, SessionNotFound, StorageError
+from agentkv.sessions.db.keys import check_sessions
 from agentkv.sessions.db.records import (
     ItemRecord,
     LedgerConflict,
@@ -97,8 +98,9 @@ def create_session(
 
 
 def insert_session(db: Session, record: SessionRecord) -> SessionRow:
-    """The row alone. ``InvalidRequest`` where the id is taken."""
+    """The row alone. ``InvalidRequest`` where the id is taken, ``LimitExceeded`` where its tenant has too many."""
     _check_state(record.state)
+    check_sessions(db, record.tenant)
     try:
         db.execute(insert(SessionRow).values(**_session_values(record)))
     except IntegrityError as error:
