@@ -199,7 +199,7 @@ class StorageFull(StorageError):
 
 
 class QuotaReached(StorageFull):
-    """A key's sessions have ``used`` of ``limit`` bytes on disk, and ``needed`` more do not fit. Nobody else suffers."""
+    """A key's sessions have ``used`` of ``limit`` bytes on disk, and ``needed`` more do not fit. The disk is well."""
 
     def __init__(self, name: str, *, limit: int, used: int, needed: int) -> None:
         super().__init__(

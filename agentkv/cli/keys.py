@@ -10,7 +10,7 @@ import typer
 
 from agentkv.cli.display import age, nbytes, out_console, print_json
 from agentkv.cli.options import AsJson, HomeFolder, settings_from
-from agentkv.errors import InvalidRequest, KeyNotFound
+from agentkv.errors import HomeLocked, InvalidRequest, KeyNotFound
 
 if TYPE_CHECKING:
     from agentkv.sessions.db.records import KeyRecord
@@ -142,8 +142,11 @@ def revoke(
     record, sessions = asyncio.run(_revoked(settings, key))
     freed = None
     if purge:
-        # The key is revoked already: where a server has the home, only the deleting is left to do.
-        freed = asyncio.run(_purged(settings, record.tenant))
+        try:
+            freed = asyncio.run(_purged(settings, record.tenant))
+        except HomeLocked:
+            typer.echo(f"{record.id} is revoked, its {sessions:,} sessions are not deleted", err=True)
+            raise
     if as_json:
         left = sessions if freed is None else 0
         print_json({**asdict(record), "sessions": left, "deleted": sessions - left, "freed": freed or 0})

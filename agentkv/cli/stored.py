@@ -37,7 +37,7 @@ class StoredHome:
                 continue
         return size
 
-    async def delete(self, session_id: str, tenant: str) -> int:
+    async def delete(self, session_id: str, tenant: str = "default") -> int:
         """Delete a session and the files that no other needs; the bytes freed. ``SessionNotFound`` if there is none."""
         await self.repository.delete_session(session_id, tenant)
         return await self.collect_garbage()

@@ -149,7 +149,7 @@ class ChunkWriter:
         """Write the snapshot's chunks and append them to the manifest of the session that ``record`` names.
 
         A few chunks at a time: files first, durable, then one transaction. Raises ``StorageFull`` (``QuotaReached``
-        where it is the tenant's own), ``StorageError`` or ``DatabaseUnavailable``; what was appended before stays valid.
+        where the tenant's own is), ``StorageError`` or ``DatabaseUnavailable``; what was appended before stays valid.
         """
         loop = asyncio.get_running_loop()
         spans = snapshot.spans()
