@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from agentkv.cli.main import app
 from agentkv.errors import InvalidRequest, KeyNotFound, LimitExceeded, QuotaReached
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.events import LifecycleEvent
 
 NEXT = prompt(11, 77)
 
@@ -107,12 +108,15 @@ async def test_over_its_quota_a_session_goes_on_and_only_its_kv_is_not_stored(tm
         small = kv.tenant(key.tenant)
         told: list[tuple[str, str | None]] = []
 
+        def note(event: LifecycleEvent) -> None:
+            told.append((event.kind, event.session_id))
+
         def storage() -> list[tuple[str, str | None]]:
             return [event for event in told if event[0].startswith("storage")]
 
         async def listen() -> None:
             async for event in kv.events():
-                told.append((event.kind, event.session_id))
+                note(event)
 
         listening = asyncio.create_task(listen())
         other, session = await small.create(), await small.create()
