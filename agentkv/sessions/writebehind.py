@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import Executor
 from functools import partial
 
@@ -87,7 +88,8 @@ class WriteBehind:
                 self._answered(core, error)
             core.stored = core.snapped = None
             if not core.deleted:
-                log.error("kv_not_written", session=core.id, **fault(error))
+                level = logging.INFO if isinstance(error, QuotaReached) else logging.ERROR
+                log.at(level, "kv_not_written", session=core.id, **fault(error))
         else:
             self._answered(core, None)
             core.stored = report.stop
