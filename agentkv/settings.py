@@ -40,6 +40,20 @@ def _parse_amount(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+class _Toml(TomlConfigSettingsSource):
+    """The file without its table ``[server]``, or that table alone, where ``table`` of the class says so."""
+
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        data = super()._read_file(file_path)
+        table = getattr(self.settings_cls, "table", None)
+        if table is None:
+            return {name: value for name, value in data.items() if name != "server"}
+        found = data.get(table, {})
+        if not isinstance(found, dict):
+            raise ValueError(f"{file_path}: [{table}] is a table of settings, not {found!r}")
+        return found
+
+
 Bytes = Annotated[int, BeforeValidator(_parse_amount), Field(ge=0)]
 Amount = Annotated[Annotated[int, Field(ge=0)] | str, BeforeValidator(_parse_amount)]
 """Bytes (``4GiB``, ``4294967296``) or a share of what the machine has (``80%``)."""
@@ -154,7 +168,7 @@ class Settings(BaseSettings):
         toml = Path(named) if named else home.expanduser() / "agentkv.toml"
         if named and not toml.is_file():
             raise ValueError(f"AGENTKV_CONFIG names {named}, which is not a file")
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=toml)
+        return init_settings, env_settings, _Toml(settings_cls, toml_file=toml)
 
     @property
     def models_dir(self) -> Path:

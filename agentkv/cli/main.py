@@ -11,7 +11,7 @@ import typer.core
 
 from agentkv import __version__
 from agentkv.bench.app import app as bench
-from agentkv.cli import advise, calibrate, chat, demo, doctor, keys, models, sessions, store, top
+from agentkv.cli import advise, calibrate, chat, demo, doctor, keys, models, serve, sessions, store, top
 from agentkv.errors import AgentKVError
 from agentkv.logs import LogFormat, configure_logging
 
@@ -70,6 +70,7 @@ def _common(
 
 app.command("demo")(demo.demo)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
 app.add_typer(sessions.app, name="sessions")
 app.command("calibrate")(calibrate.calibrate)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -11,9 +12,22 @@ from agentkv.errors import InvalidRequest
 from agentkv.logs import configure_logging
 
 if TYPE_CHECKING:
+    from agentkv.api.settings import ServerSettings
     from agentkv.settings import Settings
 
-__all__ = ["AsJson", "Device", "Dtype", "HomeFolder", "Model", "Policy", "Tenant", "settings_from"]
+__all__ = [
+    "AsJson",
+    "Device",
+    "Dtype",
+    "HomeFolder",
+    "Model",
+    "Policy",
+    "Tenant",
+    "server_settings_from",
+    "settings_from",
+]
+
+S = TypeVar("S")
 
 HomeFolder = Annotated[
     Path | None, typer.Option("--home", help="Home folder (default: AGENTKV_HOME, else ~/.local/share/agentkv).")
@@ -35,16 +49,27 @@ def settings_from(**given: Any) -> Settings:
 
     The log takes the form that they say. Raises ``InvalidRequest`` in one line for a value that does not fit.
     """
-    from pydantic import ValidationError
-
     from agentkv.settings import Settings
 
+    settings = _made(Settings, given)
+    configure_logging(settings.log_format)
+    return settings
+
+
+def server_settings_from(**given: Any) -> ServerSettings:
+    """The same for the server's settings."""
+    from agentkv.api.settings import ServerSettings
+
+    return _made(ServerSettings, given)
+
+
+def _made(kind: type[S], given: Mapping[str, Any]) -> S:
+    from pydantic import ValidationError
+
     try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        return kind(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
         raise InvalidRequest(f"settings: {'; '.join(faults)}") from error
     except ValueError as error:
         raise InvalidRequest(f"settings: {error}") from error
-    configure_logging(settings.log_format)
-    return settings

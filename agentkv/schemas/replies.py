@@ -9,7 +9,18 @@ from typing import Any, Literal
 from agentkv.schemas.messages import ToolCall
 from agentkv.types import FinishReason, RestoreReport, SessionState, Span, Tier, Usage
 
-__all__ = ["Done", "Event", "Item", "ItemState", "Logprob", "Reply", "SessionInfo", "TextDelta", "ToolCallEvent"]
+__all__ = [
+    "Begun",
+    "Done",
+    "Event",
+    "Item",
+    "ItemState",
+    "Logprob",
+    "Reply",
+    "SessionInfo",
+    "TextDelta",
+    "ToolCallEvent",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,18 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """What KV there was is on the device: of the turn's ``prompt_tokens``, ``cached_tokens`` have theirs and the others
+    are computed now. ``restore``: where it came from. ``text`` is empty, as in ``Done``."""
+
+    session_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    restore: RestoreReport
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """More text of the reply; whole characters only."""
 
@@ -90,7 +113,7 @@ class Done:
     text: str = ""
 
 
-Event = TextDelta | ToolCallEvent | Done
+Event = Begun | TextDelta | ToolCallEvent | Done
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from agentkv.sessions.shared import Shared
 from agentkv.sessions.tiers import Tiers
 from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
 from agentkv.sessions.verifying import Verification, verified
-from agentkv.types import Placement, RestoreReport, SessionState, Span, Tier
+from agentkv.types import RestoreReport, SessionState, Span, Tier
 
 __all__ = ["Sessions"]
 
@@ -177,6 +177,14 @@ class Sessions:
             core.record = await self.repository.update_session(
                 core.id, self.tenant, policy=text, policy_since=core.record.kv_length
             )
+
+    async def update(self, core: SessionCore, fields: Mapping[str, Any]) -> None:
+        """See ``Session.update``."""
+        self._check_open()
+        async with core.gate:
+            core.check_open()
+            if fields:
+                core.record = await self.repository.update_session(core.id, self.tenant, **fields)
 
     async def get(self, session_id: str) -> Session:
         """An existing conversation, wherever its KV is. ``SessionNotFound`` if there is none."""
@@ -344,16 +352,6 @@ class Sessions:
         async with aclosing(events):
             async for event in events:
                 yield event
-
-    def bytes_by_layers(self, placement: Placement) -> dict[str, int]:
-        """Bytes of KV that a state with this placement holds, by layer group."""
-        geometry = self._model.adapter.geometry
-        sizes: dict[str, int] = {}
-        for group in geometry.groups:
-            sliding = min(placement.length - placement.floor, group.window or 0)
-            tokens = placement.tokens if group.window is None else sliding
-            sizes[group.name] = sizes.get(group.name, 0) + tokens * group.values_per_token * geometry.itemsize
-        return sizes
 
     def tracked(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task that ``close`` waits for."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agentkv.errors import InvalidRequest
 from agentkv.policies.retention import RetentionPolicy
 from agentkv.schemas.messages import MessageInput, normalise
-from agentkv.schemas.replies import Done, Event, Item, Reply, SessionInfo
+from agentkv.schemas.replies import Begun, Done, Event, Item, Reply, SessionInfo
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.branches import Branch, edited, sampled
 from agentkv.sessions.branching import RewindReport
@@ -20,13 +20,14 @@ from agentkv.sessions.core import SessionCore
 from agentkv.sessions.explaining import Explanation
 from agentkv.sessions.hints import HintOutcome
 from agentkv.sessions.reporting import session_usage
-from agentkv.sessions.spans import gaps, held_spans, item_states
+from agentkv.sessions.spans import bytes_by_layers, gaps, held_spans, item_states
 from agentkv.sessions.stats import SessionUsage
 from agentkv.sessions.turn import Appended, TurnInput, public_item
 from agentkv.sessions.verifying import Verification
 from agentkv.types import ExportReport, ImportReport, RestoreReport, SessionState, Span, SuspendReport, Tier
 
 if TYPE_CHECKING:
+    from agentkv.sessions.db.records import SessionRecord
     from agentkv.sessions.manager import Sessions
 
 __all__ = ["Session"]
@@ -71,32 +72,42 @@ class Session:
         """What was given at creation."""
         return dict(self._core.record.metadata)
 
+    @property
+    def record(self) -> SessionRecord:
+        """Its row in SQL, as of the last commit."""
+        return self._core.record
+
     # -- turns --------------------------------------------------------------------------------------------------------
 
     async def send(self, messages: MessageInput, *, wait: bool = False, **sampling: Any) -> Reply:
         """Add messages (a string, one message, or a list) and generate the reply. Returns once it is committed."""
         return await _last(self.stream(messages, wait=wait, **sampling))
 
-    async def stream(self, messages: MessageInput, *, wait: bool = False, **sampling: Any) -> AsyncGenerator[Event]:
-        """As ``send``, as events: ``TextDelta`` and ``ToolCallEvent`` while it generates, ``Done`` once committed.
+    async def stream(
+        self, messages: MessageInput, *, wait: bool = False, begun: bool = False, **sampling: Any
+    ) -> AsyncGenerator[Event]:
+        """As ``send``, as events: ``TextDelta`` and ``ToolCallEvent`` while it generates, ``Done`` once committed; with
+        ``begun`` a ``Begun`` before them, as soon as it is known what is reused and what has to be computed.
 
         Leaving the loop early rolls the turn back soon; with ``contextlib.aclosing`` around the stream, at once.
         """
         request = TurnInput("send", tuple(self._checked(messages)), sampling=SamplingParams.build(**sampling))
-        async with aclosing(self._run(request, wait)) as events:
+        async with aclosing(self._events(request, wait, begun)) as events:
             async for event in events:
-                yield event  # type: ignore[misc]
+                yield event
 
     async def continue_(self, *, wait: bool = False, **sampling: Any) -> Reply:
         """Generate without new input: go on where ``max_tokens`` cut the last reply, or answer appended messages."""
         return await _last(self.stream_continue(wait=wait, **sampling))
 
-    async def stream_continue(self, *, wait: bool = False, **sampling: Any) -> AsyncGenerator[Event]:
+    async def stream_continue(
+        self, *, wait: bool = False, begun: bool = False, **sampling: Any
+    ) -> AsyncGenerator[Event]:
         """``continue_`` as events."""
         request = TurnInput("continue", sampling=SamplingParams.build(**sampling))
-        async with aclosing(self._run(request, wait)) as events:
+        async with aclosing(self._events(request, wait, begun)) as events:
             async for event in events:
-                yield event  # type: ignore[misc]
+                yield event
 
     async def append(self, messages: MessageInput, *, wait: bool = False) -> list[Item]:
         """Commit messages as given, assistant messages included, and generate nothing. Their KV is computed now."""
@@ -182,6 +193,12 @@ class Session:
             )
         return checked
 
+    async def _events(self, request: TurnInput, wait: bool, begun: bool) -> AsyncGenerator[Event]:
+        async with aclosing(self._run(request, wait)) as events:
+            async for event in events:
+                if begun or not isinstance(event, Begun):
+                    yield event  # type: ignore[misc]
+
     def _run(self, request: TurnInput, wait: bool) -> AsyncGenerator[Event | Appended]:
         return self._sessions.run(self._core, request, wait)
 
@@ -228,7 +245,7 @@ class Session:
             evicted=gaps(kept, r.ledger_length),
             items=tuple(item_states(items, kept)),
             next_position=placement.next_position,
-            bytes_by_layers=sessions.bytes_by_layers(live),
+            bytes_by_layers=bytes_by_layers(sessions.tiers.layout.geometry, live),
             device_bytes=core.kv.nbytes if core.kv is not None else 0,
             host_bytes=sum(core.held.values()),
             disk_bytes=disk_bytes,
@@ -264,6 +281,12 @@ class Session:
         ``SessionBusy`` during a turn; ``InvalidRequest`` for a policy that the pinned prefix or the model does not fit.
         """
         await asyncio.shield(self._sessions.tracked(self._sessions.set_policy(self._core, policy)))
+
+    async def update(self, *, agent_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
+        """Another agent's name or other metadata; ``None`` leaves what was."""
+        given = {"agent_id": agent_id, "metadata": None if metadata is None else dict(metadata)}
+        fields = {name: value for name, value in given.items() if value is not None}
+        await asyncio.shield(self._sessions.tracked(self._sessions.update(self._core, fields)))
 
     async def suspend(self, tier: str = "disk") -> SuspendReport:
         """Take the KV off the device, to ``"host"`` memory or ``"disk"``. Waits for a turn under way. Idempotent."""

@@ -28,7 +28,7 @@ from agentkv.kv.contract import SequenceKV
 from agentkv.logs import Log, fault
 from agentkv.policies.retention import ItemView
 from agentkv.schemas.messages import Message, ToolCall
-from agentkv.schemas.replies import Done, Event, Item, Logprob, Reply, TextDelta, ToolCallEvent
+from agentkv.schemas.replies import Begun, Done, Event, Item, Logprob, Reply, TextDelta, ToolCallEvent
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.adapting import adapting, what_would_help
 from agentkv.sessions.attaching import Lead
@@ -110,6 +110,7 @@ class Turn:
         self._calling: Calling | None = None
         self._output: Output | None = None
         self._called = 0
+        self._begun = False
         self._loop = asyncio.get_running_loop()
         self._started = time.perf_counter()
         self._first_token: float | None = None
@@ -179,6 +180,7 @@ class Turn:
                 and len(ledger) + len(rendered.ids) > core.record.pinned + (not generate)
             ):
                 await lead(core, core.kv, ledger, self._model, self._tiers, leading)
+            self._tell_begun(prompt_tokens, cached, restore)
             # The last token's KV is always left to the next step: generation needs that step's logits.
             feed = [*ledger[core.kv.length :], *rendered.ids]
             if not generate:
@@ -198,6 +200,11 @@ class Turn:
             return done
         finally:
             self._tiers.residency.settle(core)
+
+    def _tell_begun(self, prompt_tokens: int, cached: int, restore: RestoreReport) -> None:
+        if not self._begun and self._request.sampling is not None:
+            self._begun = True
+            self.events.put_nowait(Begun(self._core.id, prompt_tokens, cached, restore))
 
     async def _made_live(self, room: int, ledger: array[int]) -> tuple[RestoreReport, int]:
         """The session's KV on the device, and how many of the tokens that it held at the last commit were there.
@@ -572,7 +579,7 @@ async def events_of(
             if isinstance(event, BaseException):
                 raise event
             yield event
-            if not isinstance(event, TextDelta | ToolCallEvent):
+            if isinstance(event, Done | Appended):
                 return
     finally:
         if not turn.committed:

@@ -202,7 +202,7 @@ def test_a_kill_at_a_random_moment_loses_no_committed_turn(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(100, 200))
+@pytest.mark.parametrize("number", range(100, 150))
 def test_a_hundred_more_kills_at_random_moments(
     prepared: Prepared, nursery: Nursery, tmp_path: Path, number: int, seed: int
 ) -> None:

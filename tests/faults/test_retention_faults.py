@@ -604,7 +604,7 @@ def test_a_kill_at_a_random_moment_loses_no_committed_turn(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(100, 160))
+@pytest.mark.parametrize("number", range(100, 130))
 def test_sixty_more_kills_at_random_moments(
     killable: Killable, nursery: Nursery, tmp_path: Path, number: int, seed: int
 ) -> None:

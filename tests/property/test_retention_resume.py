@@ -243,7 +243,7 @@ def test_wherever_it_is_cut_a_session_goes_on_as_its_twin(
 
 
 @pytest.mark.full
-@settings(max_examples=40, suppress_health_check=_SHARED)
+@settings(max_examples=15, suppress_health_check=_SHARED)
 @plays
 def test_wherever_it_is_cut_a_session_goes_on_as_its_twin_many_times(
     bench: Bench, policy: str, codec: str, played: list[tuple[Any, ...]]
