@@ -166,8 +166,8 @@ def as_json(*args: object) -> dict[str, Any]:
 
 async def test_keys_are_made_and_revoked_beside_a_running_runtime(tmp_path: Path, model: Path) -> None:
     home = tmp_path / "home"
-    assert as_json("keys", "list", "--home", home) == {"keys": []}
-    assert not home.exists()
+    assert await asyncio.to_thread(as_json, "keys", "list", "--home", home) == {"keys": []}
+    assert not home.exists(), "looking makes nothing"
 
     async def beside(*args: object) -> Result:
         return await asyncio.to_thread(agentkv, *args, "--home", home)
