@@ -44,6 +44,7 @@ async def test_tenants_with_the_same_prompts_share_no_chunk_and_no_cached_token(
         await kv.flush()
         assert await chunks_of(kv, mine) == await chunks_of(kv, also_mine)
         assert not await chunks_of(kv, mine, also_mine, holder) & await chunks_of(kv, theirs)
+        assert (await theirs.state()).stored_tokens == (await mine.state()).stored_tokens > pinned
         reader, ledger = kv.sessions.tiers._reader, await mine._core.load(one.repository)
         manifest = await one.repository.manifest(mine.id)
         for tenant, fault in (("one", None), ("two", "fingerprint"), ("default", "fingerprint")):
