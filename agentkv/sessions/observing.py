@@ -78,6 +78,10 @@ class Observer:
         """There was no memory for its turn."""
         self.events.emit("refused", core.id, needed_bytes=needed)
 
+    def quota(self, core: SessionCore, error: str | None) -> None:
+        """Its KV is not written any more, as its tenant has used up what it may have on disk; ``None``: it is again."""
+        self.events.emit("storage_ok" if error is None else "storage_full", core.id, reason=error or "")
+
     def storage(self, error: str | None) -> None:
         """What the disk said to the last write; ``None`` where it took it. Told when it changes."""
         if (error is None) != (self._storage_error is None):
