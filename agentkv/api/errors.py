@@ -101,6 +101,8 @@ _KINDS: tuple[tuple[type[BaseException], int, str, str], ...] = (
     (errors.SessionNotFound, 404, "invalid_request_error", "session_not_found"),
     (errors.NotFound, 404, "invalid_request_error", "not_found"),
     (errors.SessionBusy, 409, "conflict_error", "session_busy"),
+    (errors.LimitExceeded, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.QuotaReached, 429, "rate_limit_error", "quota_reached"),
     (errors.CapacityExceeded, 503, "server_error", "capacity_exceeded"),
     (errors.StorageFull, 503, "server_error", "storage_full"),
     (errors.DatabaseUnavailable, 503, "server_error", "database_unavailable"),

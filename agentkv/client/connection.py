@@ -25,6 +25,8 @@ _ERRORS: Mapping[str, type[errors.AgentKVError]] = {
     "session_not_found": errors.SessionNotFound,
     "not_found": errors.NotFound,
     "session_busy": errors.SessionBusy,
+    "rate_limit_exceeded": errors.LimitExceeded,
+    "quota_reached": errors.QuotaReached,
     "capacity_exceeded": errors.CapacityExceeded,
     "storage_full": errors.StorageFull,
     "database_unavailable": errors.DatabaseUnavailable,
