@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from homes import chat_folder, opened
-from serving import Served
+from served import Served
 
 from agentkv import errors
 from agentkv.client import AgentKV, AsyncAgentKV, RemoteFailure

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from homes import chat_folder
-from serving import Served
+from served import Served
 
 from agentkv.api.auth import Bucket
 

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from homes import chat_folder, opened
-from serving import Served
+from served import Served
 
 SYSTEM = "You are a helpful assistant."
 
