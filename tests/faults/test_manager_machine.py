@@ -19,6 +19,7 @@ from homes import chat_folder
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test, initialize, invariant, precondition, rule
+from managing.branches import fork, rewind
 from managing.operations import POLICIES, Moment, Op, moments, ops
 from managing.reference import Plan
 from managing.world import Stage, World, stage
@@ -146,6 +147,18 @@ class Manager(RuleBasedStateMachine):
     @rule(ops=st.lists(ops(), min_size=2, max_size=3))
     def act_on_a_slow_disk(self, ops: list[Op]) -> None:
         self.run(self.there.do(ops, at_once=True, slow=True))
+
+    @precondition(lambda self: 0 < len(self.there.sessions) < MOST_SESSIONS)
+    @rule(pick=st.integers(0, 3), turns=st.integers(0, 3))
+    def fork(self, pick: int, turns: int) -> None:
+        self.run(fork(self.there, pick, turns))
+
+    @precondition(lambda self: self.there.sessions)
+    @rule(pick=st.integers(0, 3), turns=st.integers(0, 3), op=st.none() | ops())
+    def rewind(self, pick: int, turns: int, op: Op | None) -> None:
+        self.run(rewind(self.there, pick, turns))
+        if op is not None:
+            self.run(self.there.do([op]))
 
     @precondition(lambda self: self.there.sessions)
     @rule(moment=moments())

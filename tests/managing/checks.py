@@ -52,7 +52,10 @@ def _check_row(known: Known, row: SessionRow) -> None:
     if (row.ledger_length, row.turns, row.pinned) != (length, len(known.turns), known.pinned):
         raise Violation(f"{known.id} has the row {row}, known are {length} tokens in {len(known.turns)} turns")
     spoken_to = len(known.turns) > bool(known.pinned)
-    if row.kv_length not in ({length - 1} if spoken_to else {0, known.pinned}):
+    if known.short:
+        if row.kv_length >= max(length, 1):
+            raise Violation(f"{known.id} was cut, and has KV of {row.kv_length} tokens, its ledger {length}")
+    elif row.kv_length not in ({length - 1} if spoken_to else {0, known.pinned}):
         raise Violation(f"{known.id} has KV of {row.kv_length} tokens, its ledger {length}")
     if row.state not in get_args(StoredState) or (row.state == "new" and row.kv_length):
         raise Violation(f"{known.id} is {row.state!r} in SQL with {row.kv_length} tokens of KV")

@@ -112,6 +112,7 @@ class Known:
 
     ``script``: turns and policies in their order. ``held``: what its KV held when ``since`` tokens were computed, at
     the last change of its policy. ``twin``: one to which nothing ever happens, that has heard ``heard`` of the script.
+    ``short``: it was cut and has said nothing since; its KV may end before its ledger does.
     ``approximate``: its KV was computed anew without what had been evicted; ``rebuilt``: from these tokens.
     """
 
@@ -130,6 +131,7 @@ class Known:
     twin: Session | None = None
     heard: int = 0
     approximate: bool = False
+    short: bool = False
     rebuilt: list[int] | None = None
 
     @property
@@ -189,6 +191,7 @@ class Known:
             self.items += mine
             self.turns.append(turn)
             self.script.append(turn)
+            self.short = False
         self._take_policies(row, asked)
         if lost := [one for one in left if one.fate in ("told", "surely")]:
             raise Violation(f"{self.id}: told or committed, and not in the ledger: {[str(one) for one in lost]}")
@@ -199,7 +202,8 @@ class Known:
     def _take_policies(self, row: SessionRow, asked: Sequence[Asked]) -> None:
         """A new policy, at the place in the script at which it was set."""
         one = next((one for one in asked if one.policy is not None and one.fate != "refused"), None)
-        computed = len(self.ledger) - 1 if len(self.turns) > bool(self.plan.system) else row.policy_since
+        spoken_to = len(self.turns) > bool(self.plan.system) and not self.short
+        computed = len(self.ledger) - 1 if spoken_to else row.policy_since
         if one is None or row.policy == self.policy or row.policy_since != computed:
             return
         if one.policy != row.policy:

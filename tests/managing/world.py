@@ -133,7 +133,7 @@ class World:
         if moment is not None:
             with armed(moment.point, moment.passing, die):
                 asked.append(await carried_out(self, moment.op))
-                await self._at_rest()
+                await self.at_rest()
             self._judge(asked)
             if to.exists():
                 self.stage.done["died in the middle"] += 1
@@ -200,7 +200,7 @@ class World:
         else:
             asked = [await carried_out(self, op) for op in ops]
         self.waits = True
-        await self._at_rest()
+        await self.at_rest()
         self._judge(asked, together=at_once)
         for one, expected in zip(asked, before, strict=True):
             if expected is not None:
@@ -227,7 +227,7 @@ class World:
         self.trouble.garbage = True
         with locked(self.home):
             asked = await carried_out(self, op)
-            await self._at_rest()
+            await self.at_rest()
         self._judge([asked], locked=True)
         with rows_of(self.home) as rows:
             self.trouble.orphans |= self.trouble.files().keys() - rows.chunks().keys()
@@ -244,7 +244,7 @@ class World:
 
         with armed(moment.point, moment.passing, go_away):
             asked = await task
-            await self._at_rest()
+            await self.at_rest()
         self._judge([asked])
         await self._take_in([asked], there)
 
@@ -265,11 +265,19 @@ class World:
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
-    async def _at_rest(self) -> None:
+    async def at_rest(self) -> None:
         """What runs behind its caller's back has ended."""
         while tasks := [task for task in self.kv.sessions._tasks if not task.done()]:
             await asyncio.wait(tasks)
         await written(self.kv)
+
+    async def forget(self, known: Known) -> None:
+        """What stood for it hears another script from now on."""
+        await self._witness.forget(known)
+
+    def count(self, what: str) -> None:
+        """It was told once more."""
+        self._totals[what] += 1
 
     def _before(self) -> dict[str, Before]:
         cores = self.kv.sessions._cores
@@ -358,7 +366,7 @@ class World:
 
     async def check(self) -> None:
         """Every invariant. Files that were in the way of a fault are collected first."""
-        await self._at_rest()
+        await self.at_rest()
         kv, trouble = self.kv, self.trouble
         if trouble.garbage and not trouble.active:
             await kv.sessions.tiers.writer.collect_garbage()
