@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from agentkv.codecs import CODECS, Codec, Codecs
-from agentkv.errors import DatabaseUnavailable, StorageError, StorageFull
+from agentkv.errors import AgentKVError, DatabaseUnavailable, StorageError, StorageFull
 from agentkv.logs import Log, fault
 from agentkv.sessions.db.records import ChunkCondemned, ChunkRecord, Manifest, SegmentRecord, SessionRecord
 from agentkv.sessions.db.repository import Repository
@@ -69,6 +69,8 @@ class ChunkWriter:
         self._layout = layout
         self.quotas = Quotas(repository, kv_fingerprint, self.collect_garbage)
         self._collecting = asyncio.Lock()
+        self._unlisted: set[str] = set()
+        """Chunks whose files were written, and whose rows could not be."""
         self._spared: Counter[str] = Counter()
 
     def codec(self, name: str) -> Codec:
@@ -169,7 +171,11 @@ class ChunkWriter:
             async with self.quotas.room(record.tenant, {chunk.id: chunk.nbytes for chunk in encoded}):
                 await self.put(encoded)
                 fault_point("store.before_manifest")
-                replaced += await self._append(record, encoded, snapshot, last)
+                try:
+                    replaced += await self._append(record, encoded, snapshot, last)
+                except AgentKVError:
+                    self._unlisted.update(chunk.id for chunk in encoded)
+                    raise
             fault_point("store.after_manifest")
             written += len(encoded)
             nbytes += sum(chunk.nbytes for chunk in encoded)
@@ -193,6 +199,7 @@ class ChunkWriter:
     async def put(self, encoded: Sequence[EncodedChunk]) -> None:
         """The files, durable. Where they do not fit, KV of other models makes room, the longest unused first."""
         items = [(chunk.id, chunk.buffers) for chunk in encoded]
+        self._unlisted.difference_update(chunk.id for chunk in encoded)
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -241,7 +248,8 @@ class ChunkWriter:
         return [chunk for chunk in encoded if not self._blobs.exists(chunk.id)]
 
     async def collect_garbage(self) -> int:
-        """Delete the files of chunks that no manifest names any more. Returns the bytes freed.
+        """Delete the files of chunks that no manifest names any more, or ever did: the transaction that was to follow
+        them failed. Returns the bytes freed.
 
         One at a time: a second collector would claim the first one's chunks as left over by a crash, and delete them
         after they were forgotten and perhaps written anew.
@@ -253,6 +261,11 @@ class ChunkWriter:
                 freed += await loop.run_in_executor(self.executor, self._delete, claimed)
                 fault_point("gc.before_forget")
                 await self._repository.forget_chunks(claimed)
+            if self._unlisted:
+                listed = await self._repository.known_chunk_ids()
+                # Written again meanwhile, it is not here any more.
+                strangers, self._unlisted = self._unlisted - listed, set()
+                freed += await loop.run_in_executor(self.executor, self._delete, sorted(strangers))
         return freed
 
     @contextmanager

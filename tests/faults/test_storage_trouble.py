@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from homes import check_home, check_session, model_folder, opened, said, turns, written
+from managing.trouble import armed
 
 from agentkv import AgentKV
 from agentkv.errors import DatabaseUnavailable, HomeLocked, StorageFull
@@ -355,3 +356,29 @@ async def test_everything_in_a_home_is_the_owners_alone(model: Path, tmp_path: P
         if mode != (0o700 if path.is_dir() else 0o600):
             wrong[str(path)] = oct(mode)
     assert wrong == {}
+
+
+async def test_files_whose_rows_could_not_be_written_go_with_the_next_collection(
+    model: Path, tmp_path: Path, twin: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database is lost between a chunk's file and its row. Its session stores it anew with its next turn."""
+    monkeypatch.setattr(repository, "Patience", lambda: Patience(2, 0.01, 0.1))
+    home = tmp_path / "home"
+    async with opened(home, model) as kv:
+        blobs, rows = kv.sessions.tiers.blobs, kv.sessions.repository
+        one, two = await kv.sessions.create(), await kv.sessions.create()
+        await said(one, [[7, 8, 9] * 10], TOKENS)
+        await written(kv)
+        with contextlib.closing(sqlite3.connect(home / "agentkv.db", isolation_level=None)) as other:
+            with armed("store.before_manifest", 1, lambda: other.execute("BEGIN IMMEDIATE")):
+                spoken = await said(two, turns(1), TOKENS)
+                await written(kv)
+            other.execute("ROLLBACK")
+        assert set(dict(blobs.list())) - await rows.known_chunk_ids(), "the control: a file is nobody's"
+        await one.delete()
+        assert set(dict(blobs.list())) == await rows.known_chunk_ids() == set()
+        spoken += await said(two, turns(3)[1:], TOKENS)
+        assert [reply.ids for reply in spoken] == twin[:3]
+        await two.suspend()
+        assert (await two.resume()).reason is None
+        await check_home(kv)

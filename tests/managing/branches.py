@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from retaining import positions
 from soaking.oracle import Violation
 
 from agentkv.sessions.db.records import ItemRecord, TurnRecord
 from managing.reference import Known
-from managing.rows import rows_of
+from managing.rows import SessionRow, rows_of
 
 if TYPE_CHECKING:
     from managing.world import World
@@ -42,6 +43,7 @@ async def fork(world: World, pick: int, turns: int) -> None:
     )
     with rows_of(world.home) as rows:
         child.items = rows.items(child.id)
+        _note_loss(child, rows.sessions()[child.id])
         _check_items(child, known.items[: len(child.items)], [item for item in known.items if item.turn < cut.seq])
         child.check_unchanged(rows)
     world.sessions.append(child)
@@ -68,6 +70,7 @@ async def rewind(world: World, pick: int, turns: int) -> None:
     known.short, known.rebuilt, known.heard = True, None, 0
     await world.forget(known)
     with rows_of(world.home) as rows:
+        _note_loss(known, rows.sessions()[known.id])
         known.check_unchanged(rows)
     world.stage.done["rewound"] += 1
 
@@ -89,6 +92,12 @@ class _Cut:
         spoken = len(known.turns) - bool(known.pinned)
         cut = cls(known, turns % (spoken + 1))
         return cut if cut.position > known.since or not known.since else None
+
+
+def _note_loss(known: Known, row: SessionRow) -> None:
+    """Where nothing that it held under its policy is left, the next turn computes all anew, under that policy."""
+    if row.kv_length < known.since:
+        known.held, known.since, known.approximate = list(positions(row.held.kept)), row.kv_length, True
 
 
 def _check_items(child: Known, found: Sequence[ItemRecord], expected: Sequence[ItemRecord]) -> None:

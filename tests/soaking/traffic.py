@@ -73,6 +73,7 @@ class Known:
     twin: Session | None = None
     whole: bool = True
     told: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    behind: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: bool = False
     fallbacks: int = 0
@@ -178,9 +179,11 @@ class Traffic:
                     raise
             except Exception as error:
                 trouble = error
-            if reply is not None:
+            if reply is not None and not known.behind:
                 known.told[known.turns] = reply.ids
-            if self.kv._state == "open":
+            # While it closes nobody looks any more, and the next reply is of a turn whose number is not known.
+            known.behind = self.kv._state != "open"
+            if not known.behind:
                 added = await self.look(known)
                 if reply is not None and added != 1:
                     raise Violation(f"a reply of {known.id} was told, and {added} turns were committed")
@@ -307,7 +310,7 @@ class Traffic:
             )
         if known.plan.compared:
             await self._compare(known, turns, ledger)
-        known.ledger, known.turns = ledger, known.turns + len(turns)
+        known.ledger, known.turns, known.behind = ledger, known.turns + len(turns), False
         return len(turns)
 
     async def _compare(self, known: Known, turns: list[TurnRecord], ledger: list[int]) -> None:
