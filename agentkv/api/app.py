@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from agentkv.api.anonymous import expiring
 from agentkv.api.calls import KV, SERVER, TENANT, Route, Tenant, answered
 from agentkv.api.errors import Forbidden, error_answers
 from agentkv.api.openapi import DOCUMENT, document
@@ -31,6 +32,7 @@ def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     app[KV] = kv
     app[SERVER] = server
     app[DOCUMENT] = document(ROUTES)
+    app.cleanup_ctx.append(expiring)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, partial(answered, route))
     return app

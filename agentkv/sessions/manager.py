@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,11 +22,13 @@ from agentkv.policies.retention import Adaptive, RetentionPolicy, check_fits, pa
 from agentkv.schemas.messages import Message, MessageInput
 from agentkv.schemas.replies import Event
 from agentkv.sessions.branching import RewindReport
+from agentkv.sessions.chains import root
 from agentkv.sessions.core import SessionCore
-from agentkv.sessions.db.records import ItemRecord, SessionRecord, TurnRecord
+from agentkv.sessions.db.records import BY_ID, Caller, ItemRecord, SessionRecord, TurnRecord
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.explaining import Explanation, explained
 from agentkv.sessions.hints import Hints
+from agentkv.sessions.histories import History
 from agentkv.sessions.moving import Moving
 from agentkv.sessions.prewarming import prewarmed
 from agentkv.sessions.relief import relieved
@@ -84,12 +86,13 @@ class Sessions:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        caller: Caller = BY_ID,
     ) -> Session:
         """A new conversation. System prompt, tools and template arguments are frozen with it.
 
         ``policy``: what stays in the KV state, ``SinkWindow(4096)`` or its text ``"sink:4096"``; ``"adaptive"`` keeps
-        everything as long as that fits; by default ``Settings.default_policy``. Raises ``InvalidRequest`` for what the
-        template, the model or this runtime cannot honour.
+        everything as long as that fits; by default ``Settings.default_policy``. ``caller``: how clients that hold no id
+        find it. Raises ``InvalidRequest`` for what the template, the model or this runtime cannot honour.
         """
         self._check_open()
         retention = _chosen(self._settings.default_policy if policy is None else policy)
@@ -118,6 +121,7 @@ class Sessions:
             turns=0,
             created_at=now,
             updated_at=now,
+            **asdict(caller),
         )
         core = SessionCore(record, SessionState.NEW)
         template, head = await asyncio.to_thread(self._head, core)
@@ -159,6 +163,24 @@ class Sessions:
                 f"{fixed}, so that nothing can be evicted: use 'full'",
                 param="policy",
             )
+
+    @property
+    def tenant(self) -> str:
+        """Whose sessions these are."""
+        return _TENANT
+
+    def root(self, history: History) -> str:
+        """The root of the chains of a session that is created for ``history``."""
+        return root(
+            tenant=self.tenant,
+            kv_fingerprint=self._model.fingerprints.kv,
+            session_fingerprint=self._model.fingerprints.session,
+            policy=policy_text(_chosen(self._settings.default_policy)),
+            idle_codec=self._settings.idle_codec,
+            system=history.system,
+            tools=history.tools,
+            template_args=history.template_args,
+        )
 
     async def set_policy(self, core: SessionCore, policy: str | RetentionPolicy) -> None:
         """See ``Session.set_policy``."""
@@ -306,9 +328,15 @@ class Sessions:
         return freed
 
     async def fork(
-        self, core: SessionCore, item: str | int, *, agent_id: str | None, metadata: Mapping[str, Any] | None
+        self,
+        core: SessionCore,
+        item: str | int,
+        *,
+        agent_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        caller: Caller = BY_ID,
     ) -> Session:
-        """See ``Session.fork``."""
+        """See ``Session.fork``. ``caller``: how clients that hold no id find the new one."""
         self._check_open()
         core.check_open()
         branching = self.tiers.branching
@@ -316,12 +344,12 @@ class Sessions:
             # A turn is running on it: what was committed before is in SQL alone.
             record = await self.repository.get_session(core.id, _TENANT)
             source = SessionCore(record, SessionState.DISK)
-            fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata)
+            fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata, caller=caller)
             self._cores[fork.id] = fork
         else:
             async with core.gate:
                 core.check_open()
-                fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata)
+                fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata, caller=caller)
                 self._cores[fork.id] = fork
         self.tiers.observer.created(fork)
         return Session(fork, self)
