@@ -91,7 +91,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More text of the reply; whole characters only. ``logprobs``, where asked for: of the tokens since the last one."""
+    """More text of the reply; whole characters only. ``logprobs``, if asked for: of the tokens since the last one."""
 
     text: str
     logprobs: tuple[Logprob, ...] = ()

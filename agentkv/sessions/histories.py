@@ -30,7 +30,7 @@ class History:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> Self:
-        """From OpenAI's list of messages. Raises as ``normalise`` does, and where there is nothing but a system prompt."""
+        """From OpenAI's list. Raises as ``normalise`` does, and where there is nothing but a system prompt."""
         said = normalise(messages)
         system = said.pop(0).text if said[0].role in ("system", "developer") else None
         if not said:

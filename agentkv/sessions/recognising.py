@@ -40,8 +40,8 @@ _ATTEMPTS = 5
 
 @dataclass(slots=True)
 class Recognised:
-    """Where a request is answered: ``new`` messages behind the first ``matched`` of its history; none: it is answered as
-    it stands there.
+    """Where a request is answered: ``new`` messages behind the first ``matched`` of its history. Without any it is
+    answered as it stands there.
 
     ``session``: which answers; another one once ``stream`` has found it busy. ``made``: for this request alone.
     ``behind``: length of the ledger that it goes on from. ``again``: the answer takes the place of the last one.

@@ -18,7 +18,7 @@ _BATCH = 256
 
 
 def longest_chain(db: Session, tenant: str, chains: Sequence[str]) -> int:
-    """How many of ``chains``, of ever longer beginnings of one conversation, lead to the last that is known; 0: none."""
+    """How many of ``chains``, of ever longer beginnings of one conversation, there are up to the last known; or 0."""
     for stop in range(len(chains), 0, -_BATCH):
         batch = chains[max(0, stop - _BATCH) : stop]
         query = (
