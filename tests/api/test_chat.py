@@ -12,11 +12,9 @@ from typing import Any, Literal
 import pytest
 from homes import chat_folder
 from openai import APIError, BadRequestError, NotFoundError, OpenAI
-from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
-from serving import Server, serving
+from serving import MODEL, Asked, Server, serving, sessions, state, until, user
 
-MODEL = "chat-llama-0"
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 WEATHER = {
     "type": "function",
@@ -44,32 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server: Server) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-class Asked:
-    """A completion, and what its headers say."""
-
-    def __init__(self, client: OpenAI, messages: list[Any], *, max_tokens: int | None = 8, **more: Any) -> None:
-        given = {} if max_tokens is None else {"max_tokens": max_tokens}
-        raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, **given, **more)
-        self.answer: ChatCompletion = raw.parse()
-        self.session = raw.headers["x-agentkv-session"]
-        self.cache = dict(part.split("=") for part in raw.headers["x-agentkv-cache"].split(";"))
-        self.message = self.answer.choices[0].message
-        usage = self.answer.usage
-        assert usage is not None and usage.prompt_tokens_details is not None
-        self.cached = usage.prompt_tokens_details.cached_tokens
-        self.prompt, self.total = usage.prompt_tokens, usage.total_tokens
-        assert int(self.cache["reused"]) == self.cached
-        assert int(self.cache["computed"]) == self.prompt - (self.cached or 0)
-
-    @property
-    def text(self) -> str:
-        return self.message.content or ""
 
 
 def test_models_are_those_that_are_served(client: OpenAI) -> None:
@@ -268,6 +240,8 @@ def test_a_session_that_runs_is_forked_and_never_refused(client: OpenAI) -> None
     stream.close()
     assert beside.session != first.session
     assert beside.cached == first.total - 1
+    until(lambda: not state(client, first.session)["busy"])
+    assert state(client, first.session)["ledger_tokens"] == first.total, "whoever disconnects has the turn rolled back"
 
 
 @pytest.mark.parametrize(
@@ -347,8 +321,3 @@ def test_a_failure_in_a_stream_is_raised_by_the_client(tmp_path: Path) -> None:
             list(stream)
         assert caught.value.code == "context_length_exceeded"
         assert sessions(client) == []
-
-
-def sessions(client: OpenAI) -> list[str]:
-    """Ids of all that there are."""
-    return [each["id"] for each in client.get("/sessions", cast_to=object)["data"]]  # type: ignore[index]
