@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import Asked, client_of, quiet, sessions, state, until, user
 from homes import chat_folder
-from openai import BadRequestError, NotFoundError, OpenAI
-from serving import Asked, serving, sessions, state, until, user
+from openai import BadRequestError, NotFoundError
+from served import Served
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 SAID = "<think>hm</think>Paris"
@@ -29,41 +30,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Restarted:
-    """A client whose server can be started again on the same home."""
+class Running:
+    """A server, and a client that goes to it when it was started again, too."""
 
-    def __init__(self, home: Path, model: Path) -> None:
-        self._home, self._model = home, model
-        self._start()
-
-    def _start(self) -> None:
-        self._serving = serving(self._home, self._model)
-        server = self._serving.__enter__()
-        self.client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-    def stop(self) -> None:
-        self.client.close()
-        self._serving.__exit__(None, None, None)
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.client = client_of(served.start())
 
     def again(self) -> None:
         self.stop()
-        self._start()
+        self.client = client_of(self.served.start())
+
+    def stop(self) -> None:
+        self.client.close()
+        assert self.served.stop() == 0, "".join(self.served.said)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Restarted]:
-    running = Restarted(tmp_path_factory.mktemp("belonging") / "home", model)
+def running(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Running]:
+    running = Running(quiet(tmp_path_factory.mktemp("belonging") / "home", model))
     yield running
     running.stop()
 
 
 @pytest.fixture
-def ask(running: Restarted) -> Callable[..., Asked]:
+def ask(running: Running) -> Callable[..., Asked]:
     return lambda messages, **more: Asked(running.client, messages, **more)
 
 
 def test_everything_but_the_new_turn_is_reused_after_a_restart_and_where_the_template_drops_reasoning(
-    running: Restarted,
+    running: Running,
 ) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"const": SAID}}}
     history: list[Any] = [SYSTEM, user("What do you think of?")]
@@ -89,7 +85,7 @@ def test_everything_but_the_new_turn_is_reused_after_a_restart_and_where_the_tem
     assert anew.prompt - third.prompt < 0
 
 
-def test_a_session_id_takes_whole_histories_and_new_messages(running: Restarted, ask: Callable[..., Asked]) -> None:
+def test_a_session_id_takes_whole_histories_and_new_messages(running: Running, ask: Callable[..., Asked]) -> None:
     made: Any = running.client.post("/sessions", body={"system": SYSTEM["content"]}, cast_to=object)
     name = made["id"]
     first = ask([user("By id?")], extra_body={"session_id": name})
@@ -121,9 +117,7 @@ def test_a_session_id_takes_whole_histories_and_new_messages(running: Restarted,
     assert other.cached == again.total - 1
 
 
-def test_an_id_that_there_is_not_and_tools_that_a_session_has_not(
-    running: Restarted, ask: Callable[..., Asked]
-) -> None:
+def test_an_id_that_there_is_not_and_tools_that_a_session_has_not(running: Running, ask: Callable[..., Asked]) -> None:
     with pytest.raises(NotFoundError) as caught:
         ask([user("Hi")], extra_body={"session_id": "sess_none"})
     assert caught.value.code == "session_not_found"
@@ -135,7 +129,7 @@ def test_an_id_that_there_is_not_and_tools_that_a_session_has_not(
 
 
 def test_a_name_of_the_clients_own_begins_a_session_and_finds_it_again(
-    running: Restarted, ask: Callable[..., Asked]
+    running: Running, ask: Callable[..., Asked]
 ) -> None:
     headers = {"X-Session-ID": "agent-7/ä"}
     first = ask([SYSTEM, user("Named?")], extra_body={"session_id": "agent-7"})
@@ -182,8 +176,8 @@ def test_other_tools_another_system_prompt_and_other_template_arguments_are_othe
 
 def test_sessions_that_nobody_has_named_go_and_the_others_stay(tmp_path: Path, model: Path) -> None:
     with (
-        serving(tmp_path / "home", model, server_anonymous_seconds=8.0, server_anonymous_sessions=2) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        quiet(tmp_path / "home", model, server_anonymous_seconds=8.0, server_anonymous_sessions=2) as served,
+        client_of(served) as client,
     ):
         asked = [Asked(client, [user(f"Who are you, {name}?")]) for name in "abcd"]
         kept = Asked(client, [user("And you?")], extra_body={"session_id": "mine"})

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from asking import MODEL, Asked, client_of, quiet, sessions, state, until, user
 from homes import chat_folder
 from openai import APIError, BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel
-from serving import MODEL, Asked, Server, serving, sessions, state, until, user
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 WEATHER = {
@@ -32,15 +32,9 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     root = tmp_path_factory.mktemp("chat")
-    with serving(root / "home", chat_folder(root)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with quiet(root / "home", chat_folder(root)) as served, client_of(served) as client:
         yield client
 
 
@@ -313,8 +307,8 @@ def test_fields_that_say_nothing_are_taken(client: OpenAI) -> None:
 
 def test_a_failure_in_a_stream_is_raised_by_the_client(tmp_path: Path) -> None:
     with (
-        serving(tmp_path / "home", chat_folder(tmp_path), server_grace_seconds=0.0) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        quiet(tmp_path / "home", chat_folder(tmp_path), server_grace_seconds=0.0) as served,
+        client_of(served) as client,
     ):
         stream = client.chat.completions.create(model=MODEL, messages=[user("much " * 3000)], stream=True)
         with pytest.raises(APIError, match="the limit is 1,024") as caught:
