@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from agentkv.api.anonymous import expiring
 from agentkv.api.auth import GUARD, Guard, guarded, tenant_of
 from agentkv.api.calls import KV, SERVER, STOPPING, answered, route_of
 from agentkv.api.errors import Overloaded, error_answers
@@ -33,6 +34,7 @@ def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     app[KV] = kv
     app[SERVER] = server
     app[DOCUMENT] = document(ROUTES)
+    app.cleanup_ctx.append(expiring)
     app[STOPPING] = asyncio.Event()
     app[GUARD] = Guard(kv.sessions.repository)
     app.on_startup.append(guarded)

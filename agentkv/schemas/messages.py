@@ -7,6 +7,7 @@ values or raises an error that names the message and the field. What cannot be h
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from agentkv.errors import InvalidRequest, Unsupported
 
-__all__ = ["Message", "MessageInput", "MessageKind", "Role", "ToolCall", "identities", "normalise"]
+__all__ = ["Identities", "Message", "MessageInput", "MessageKind", "Role", "ToolCall", "identities", "normalise"]
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 MessageKind = Literal["message", "tool_call", "tool_result"]
@@ -24,6 +25,8 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 # Clients send the assistant message they received back as it was, unset fields included. Empty, they say nothing.
 _EMPTY_ONLY = ("refusal", "audio", "annotations", "function_call")
+_REASONING = re.compile(r"\s*(?:<think>)?(?:(?!</?think>).)*</think>", re.DOTALL)
+"""What a reply begins with; where the prompt opens it, only its end is there."""
 _FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -128,22 +131,43 @@ def identities(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """What makes two conversations the same, message by message: for recognising a client that sends everything again.
 
     Role, text stripped of outer whitespace, calls as name and parsed arguments, a tool result by the ordinal of the
-    call it answers (-1: none in this list). Ids, nulls, names and reasoning do not count.
+    call it answers (-1: none in this list). Ids, nulls, names and reasoning do not count, be it a field or, between
+    ``<think>`` tags, the beginning of a reply's text.
     """
-    ordinals: dict[str, int] = {}
-    count = 0
-    result: list[dict[str, Any]] = []
-    for message in messages:
-        identity: dict[str, Any] = {"role": message.template_role, "text": message.text.strip()}
+    each = Identities()
+    return [each.of(message) for message in messages]
+
+
+class Identities:
+    """``identities`` of a conversation's messages as they come: call ``of`` with each, in order."""
+
+    def __init__(self) -> None:
+        self._ordinals: dict[str, int] = {}
+        self._calls = 0
+
+    def copy(self) -> Identities:
+        """One that goes on by itself from here."""
+        other = Identities()
+        other._ordinals, other._calls = dict(self._ordinals), self._calls
+        return other
+
+    def of(self, message: Message) -> dict[str, Any]:
+        """The next message's."""
+        text = message.text if message.role != "assistant" else _without_reasoning(message.text)
+        identity: dict[str, Any] = {"role": message.template_role, "text": text.strip()}
         if message.tool_calls:
             identity["calls"] = [[call.name, call.arguments] for call in message.tool_calls]
             for call in message.tool_calls:
-                ordinals[call.id] = count
-                count += 1
+                self._ordinals[call.id] = self._calls
+                self._calls += 1
         if message.tool_call_id is not None:
-            identity["answers"] = ordinals.get(message.tool_call_id, -1)
-        result.append(identity)
-    return result
+            identity["answers"] = self._ordinals.get(message.tool_call_id, -1)
+        return identity
+
+
+def _without_reasoning(text: str) -> str:
+    found = _REASONING.match(text) if "</think>" in text else None
+    return text if found is None else text[found.end() :]
 
 
 def _message(value: Any, where: str) -> Message:

@@ -91,9 +91,10 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More text of the reply; whole characters only."""
+    """More text of the reply; whole characters only. ``logprobs``, if asked for: of the tokens since the last one."""
 
     text: str
+    logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

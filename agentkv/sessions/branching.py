@@ -14,13 +14,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import InvalidRequest
 from agentkv.kv.contract import SequenceKV
 from agentkv.sessions.core import SessionCore
-from agentkv.sessions.db.records import Cut, ItemRecord
+from agentkv.sessions.db.records import Caller, Cut, ItemRecord
 from agentkv.types import Placement, SessionState
 
 if TYPE_CHECKING:
@@ -126,7 +126,13 @@ class Branching:
     # -- forking ------------------------------------------------------------------------------------------------------
 
     async def fork(
-        self, core: SessionCore, item: str | int, *, agent_id: str | None, metadata: Mapping[str, Any] | None
+        self,
+        core: SessionCore,
+        item: str | int,
+        *,
+        agent_id: str | None,
+        metadata: Mapping[str, Any] | None,
+        caller: Caller,
     ) -> SessionCore:
         """A new session that begins with this one's items up to ``item``, or without its last so many turns.
 
@@ -136,7 +142,7 @@ class Branching:
         items, keep = await self._items_up_to(core, item)
         place = await self.place(core, items, keep)
         try:
-            fork = await self._stored_fork(core, place.cut, agent_id, metadata)
+            fork = await self._stored_fork(core, place.cut, agent_id, metadata, caller)
         except BaseException:
             place.close()
             raise
@@ -152,7 +158,7 @@ class Branching:
         return fork
 
     async def _stored_fork(
-        self, core: SessionCore, cut: Cut, agent_id: str | None, metadata: Mapping[str, Any] | None
+        self, core: SessionCore, cut: Cut, agent_id: str | None, metadata: Mapping[str, Any] | None, caller: Caller
     ) -> SessionCore:
         now, record = time.time(), core.record
         state = SessionState.DISK if cut.kv_length else SessionState.NEW
@@ -172,6 +178,7 @@ class Branching:
             parent_id=record.id,
             forked_at=cut.position,
             clock=record.created_at if record.clock is None else record.clock,
+            **asdict(caller),
         )
         await self._repository.fork_session(record.id, forked, cut, record.tenant)
         fork = SessionCore(forked, state)

@@ -17,6 +17,7 @@ from agentkv.errors import Closed, SessionBusy, StorageError
 from agentkv.kv.contract import CapturedPart, SequenceKV
 from agentkv.policies.retention import ItemView, RetentionPolicy, parse_policy
 from agentkv.schemas.messages import Message, ToolCall
+from agentkv.sessions.chains import Chain, root_of
 from agentkv.sessions.db.records import Cut, ItemRecord, Manifest, SessionRecord
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.stats import Counts, Held
@@ -24,7 +25,7 @@ from agentkv.types import SessionState
 
 __all__ = ["SessionCore"]
 
-_CONVERSATION = ("record", "ledger", "items", "views", "last_item", "calls", "last_calls", "last_finish")
+_CONVERSATION = ("record", "ledger", "items", "views", "last_item", "calls", "last_calls", "last_finish", "chain")
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +76,8 @@ class SessionCore:
     """Every tool call in it: id to name."""
     last_calls: tuple[ToolCall, ...] = ()
     last_finish: str | None = None
+    chain: Chain | None = None
+    """Of all its items; ``None`` while the ledger is not loaded."""
     template: ChatTemplate | None = None
     tools_used: ToolUse | None = None
 
@@ -166,13 +169,14 @@ class SessionCore:
                 repository.items(self.id), repository.last_turn(self.id), repository.ledger(self.id)
             )
             self.last_finish = last_turn.finish_reason if last_turn else None
+            self.chain = Chain(root_of(self.record))
             self.note_items(items)
             self.ledger = ledger
         return self.ledger
 
     def forget_ledger(self) -> None:
         """It is to be read again: it is not what it was."""
-        self.ledger = self.last_item = self.last_finish = None
+        self.ledger = self.last_item = self.last_finish = self.chain = None
         self.items, self.views, self.calls, self.last_calls = 0, [], {}, ()
 
     def shorten(self, cut: Cut, items: Sequence[ItemRecord], finish: str | None) -> Callable[[], None]:
@@ -187,6 +191,7 @@ class SessionCore:
 
         ledger = self.ledger[: cut.position]
         self.forget_ledger()
+        self.chain = Chain(root_of(self.record))
         self.note_items(items)
         self.ledger, self.last_finish = ledger, finish
         self.record = replace(
@@ -205,6 +210,8 @@ class SessionCore:
             self.items = item.seq + 1
             self.views.append(ItemView(item.span, item.role, item.kind, item.turn))
             self.last_item = item
+            if self.chain is not None:
+                self.chain.then_item(item, self.record)
             if item.role == "assistant" and item.kind != "tokens":
                 self.last_calls = Message.from_canonical(item.content).tool_calls
                 self.calls |= {call.id: call.name for call in self.last_calls}

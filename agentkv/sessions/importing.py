@@ -28,6 +28,7 @@ from agentkv.engine.loading import LoadedModel
 from agentkv.errors import AgentKVError, ChunkFault, InvalidRequest, SessionNotFound, StorageError
 from agentkv.logs import Log, fault
 from agentkv.models.calibrations import fit_path, keep_fit
+from agentkv.sessions.chains import chained
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import (
     ChunkRecord,
@@ -203,7 +204,8 @@ class Importer:
     def _whole(record: SessionRecord, file: _File, manifest: Manifest, keep_id: bool) -> WholeSession:
         header = file.header
         new_ids = None if keep_id else [f"item_{secrets.token_hex(12)}" for _ in header.items]
-        return WholeSession(record, file.ledger, header.item_records(new_ids), header.turn_records(), manifest)
+        items = chained(record, header.item_records(new_ids))
+        return WholeSession(record, file.ledger, items, header.turn_records(), manifest)
 
     def _report(self, core: SessionCore, header: ExportedSession, manifest: Manifest, taken: _Taken) -> ImportReport:
         record, reached = core.record, manifest.length

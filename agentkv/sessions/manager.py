@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -21,11 +21,13 @@ from agentkv.schemas.messages import MessageInput
 from agentkv.schemas.replies import Event
 from agentkv.sessions import accepting
 from agentkv.sessions.branching import RewindReport
+from agentkv.sessions.chains import root
 from agentkv.sessions.core import SessionCore
-from agentkv.sessions.db.records import SessionRecord
+from agentkv.sessions.db.records import BY_ID, Caller, SessionRecord
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.explaining import Explanation, explained
 from agentkv.sessions.hints import Hints
+from agentkv.sessions.histories import History
 from agentkv.sessions.moving import Moving
 from agentkv.sessions.prewarming import prewarmed
 from agentkv.sessions.relief import relieved
@@ -93,12 +95,14 @@ class Sessions:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        caller: Caller = BY_ID,
     ) -> Session:
         """A new conversation. System prompt, tools and template arguments are frozen with it.
 
         ``policy``: what stays in the KV state, ``SinkWindow(4096)`` or its text ``"sink:4096"``; ``"adaptive"`` keeps
-        everything as long as that fits; by default ``Settings.default_policy``. Raises ``InvalidRequest`` for what the
-        template, the model or this runtime cannot honour, ``LimitExceeded`` where the tenant's key allows no more.
+        everything as long as that fits; by default ``Settings.default_policy``. ``caller``: how clients that hold no id
+        find it. Raises ``InvalidRequest`` for what the template, the model or this runtime cannot honour,
+        ``LimitExceeded`` where the tenant's key allows no more.
         """
         self._check_open()
         retention = accepting.chosen_policy(self._settings.default_policy if policy is None else policy)
@@ -127,6 +131,7 @@ class Sessions:
             turns=0,
             created_at=now,
             updated_at=now,
+            **asdict(caller),
         )
         core = SessionCore(record, SessionState.NEW)
         template, head = await asyncio.to_thread(accepting.head_of, core, self._model, self._settings.tool_format)
@@ -159,6 +164,19 @@ class Sessions:
         worth it and is computed by each session. Raises as ``create`` does, and ``CapacityExceeded``.
         """
         return await prewarmed(self, self._model, system, tools, template_args, idle_codec)
+
+    def root(self, history: History) -> str:
+        """The root of the chains of a session that is created for ``history``."""
+        return root(
+            tenant=self.tenant,
+            kv_fingerprint=self._model.fingerprints.kv,
+            session_fingerprint=self._model.fingerprints.session,
+            policy=policy_text(accepting.chosen_policy(self._settings.default_policy)),
+            idle_codec=self._settings.idle_codec,
+            system=history.system,
+            tools=history.tools,
+            template_args=history.template_args,
+        )
 
     async def set_policy(self, core: SessionCore, policy: str | RetentionPolicy) -> None:
         """See ``Session.set_policy``."""
@@ -273,9 +291,15 @@ class Sessions:
         return freed
 
     async def fork(
-        self, core: SessionCore, item: str | int, *, agent_id: str | None, metadata: Mapping[str, Any] | None
+        self,
+        core: SessionCore,
+        item: str | int,
+        *,
+        agent_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        caller: Caller = BY_ID,
     ) -> Session:
-        """See ``Session.fork``."""
+        """See ``Session.fork``. ``caller``: how clients that hold no id find the new one."""
         self._check_open()
         core.check_open()
         branching = self.tiers.branching
@@ -283,12 +307,12 @@ class Sessions:
             # A turn is running on it: what was committed before is in SQL alone.
             record = await self.repository.get_session(core.id, self.tenant)
             source = SessionCore(record, SessionState.DISK)
-            fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata)
+            fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata, caller=caller)
             self._cores[fork.id] = fork
         else:
             async with core.gate:
                 core.check_open()
-                fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata)
+                fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata, caller=caller)
                 self._cores[fork.id] = fork
         self.tiers.observer.created(fork)
         return Session(fork, self)

@@ -21,9 +21,9 @@ from agentkv.engine.job import Generation, Job, JobResult
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.repeating import OnceSink
 from agentkv.engine.retention import Retention
-from agentkv.engine.sampling import Sampler
+from agentkv.engine.sampling import Sampler, TokenLogprob
 from agentkv.engine.sink import ReplySink, TextSink
-from agentkv.errors import Closed, ContextTooLong, InvalidRequest, Unsupported
+from agentkv.errors import Closed, ContextTooLong, InvalidRequest, SessionBusy, Unsupported
 from agentkv.kv.contract import SequenceKV
 from agentkv.logs import Log, fault
 from agentkv.policies.retention import ItemView
@@ -64,6 +64,8 @@ class TurnInput:
     """``None``: commit the input, generate nothing."""
     again: bool = False
     """The answer takes the place of the session's last one."""
+    behind: int | None = None
+    """Length of the ledger that it goes on from. ``SessionBusy`` where another turn was faster; ``None``: any."""
 
     @property
     def raw(self) -> bool:
@@ -110,6 +112,8 @@ class Turn:
         self._calling: Calling | None = None
         self._output: Output | None = None
         self._called = 0
+        self._job: Job | None = None
+        self._told = 0
         self._begun = False
         self._loop = asyncio.get_running_loop()
         self._started = time.perf_counter()
@@ -145,6 +149,8 @@ class Turn:
 
     async def _committed_turn(self) -> Done | Appended:
         core = self._core
+        if self._request.behind not in (None, core.record.ledger_length):
+            raise SessionBusy(core.id)
         await core.load(self._tiers.repository)
         async with self._tiers.branching.without_answer(core) if self._request.again else nullcontext() as self._cut:
             ledger = await core.load(self._tiers.repository)
@@ -371,7 +377,7 @@ class Turn:
         if sampling is not None and sampling.beams > 1:
             assert sink is not None
             return await self._searched(feed, max_tokens, sink, sampling, retention)
-        job = Job(core.kv, feed, model.piece, self._resume_points(), generation, retention)
+        self._job = job = Job(core.kv, feed, model.piece, self._resume_points(), generation, retention)
         handle = model.engine.submit(job)
         try:
             result = await handle.finished()
@@ -424,9 +430,20 @@ class Turn:
 
     def _emit(self, part: str | ToolCall) -> None:
         """From the model thread, or at the end from the loop's own."""
-        event: Event = TextDelta(part) if isinstance(part, str) else ToolCallEvent(part, self._called)
-        self._called += not isinstance(part, str)
+        event: Event = TextDelta(part, self._new_logprobs()) if isinstance(part, str) else self._call_event(part)
         self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+    def _call_event(self, call: ToolCall) -> ToolCallEvent:
+        self._called += 1
+        return ToolCallEvent(call, self._called - 1)
+
+    def _new_logprobs(self) -> tuple[Logprob, ...]:
+        """Of the tokens that no event has had yet."""
+        job, sampling = self._job, self._request.sampling
+        if job is None or sampling is None or sampling.logprobs is None:
+            return ()
+        start, self._told = self._told, len(job.tokens)
+        return _logprobs(job.tokens[start:], job.logprobs[start : self._told])
 
     async def _commit(
         self,
@@ -513,7 +530,7 @@ class Turn:
                 ttft_seconds=(self._first_token or now) - self._started,
                 seconds=now - self._started,
                 ids=result.tokens,
-                logprobs=_logprobs(result) if request.sampling.logprobs is not None else None,
+                logprobs=_logprobs(result.tokens, result.logprobs) if request.sampling.logprobs is not None else None,
                 seed=seed,
                 tool_calls=answer.tool_calls,
                 parsed=parsed,
@@ -524,10 +541,13 @@ class Turn:
     def _items(self, rendered: _Rendered, answer: Message, generated: int) -> list[ItemRecord]:
         core, request = self._core, self._request
         items: list[ItemRecord] = []
+        assert core.chain is not None
+        chain = core.chain.copy()
 
         def add(role: str, kind: Any, content: Any, span: Span, made: bool) -> None:
-            name = f"item_{secrets.token_hex(12)}"
-            items.append(ItemRecord(name, core.items + len(items), core.record.turns, role, kind, content, span, made))
+            name, seq = f"item_{secrets.token_hex(12)}", core.items + len(items)
+            item = ItemRecord(name, seq, core.record.turns, role, kind, content, span, made)
+            items.append(replace(item, chain=chain.then_item(item, core.record)))
 
         if request.raw:
             for span in rendered.spans:
@@ -560,8 +580,8 @@ def _finish_reason(result: JobResult | None, answer: Message) -> FinishReason | 
     return "tool_calls"
 
 
-def _logprobs(result: JobResult) -> tuple[Logprob, ...]:
-    pairs = zip(result.tokens, result.logprobs, strict=True)
+def _logprobs(tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[Logprob, ...]:
+    pairs = zip(tokens, logprobs, strict=True)
     return tuple(Logprob(token, found.logprob, found.top) for token, found in pairs)
 
 

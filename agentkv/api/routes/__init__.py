@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from agentkv.api.calls import Route
-from agentkv.api.routes import operations, sessions
+from agentkv.api.routes import chat, operations, sessions
 
 __all__ = ["ROUTES"]
 
-ROUTES: tuple[Route, ...] = (*sessions.routes, *operations.routes)
+ROUTES: tuple[Route, ...] = (*chat.routes, *sessions.routes, *operations.routes)

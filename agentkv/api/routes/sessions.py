@@ -13,18 +13,20 @@ from aiohttp import web
 
 from agentkv.api import bodies
 from agentkv.api.calls import STOPPING, Call, Routes, adapter
+from agentkv.api.headers import cache_header
 from agentkv.api.streams import ServerEvent, stream_answer, until
 from agentkv.errors import ImportRefused, InvalidRequest
 from agentkv.schemas.replies import Begun, Done, Event, Item, Reply, SessionInfo, TextDelta, ToolCallEvent
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.db.records import SessionRecord
 from agentkv.sessions.events import LifecycleEvent
+from agentkv.sessions.following import keep
 from agentkv.sessions.hints import HintOutcome
 from agentkv.sessions.session import Session
 from agentkv.sessions.verifying import Verification
 from agentkv.types import ImportReport, RestoreReport, SuspendReport
 
-__all__ = ["cache_header", "routes"]
+__all__ = ["routes"]
 
 routes = Routes("Sessions")
 _PART = 1 << 20
@@ -279,16 +281,6 @@ async def import_session(call: Call) -> ImportReport:
     return session.imported
 
 
-def cache_header(begun: Begun) -> str:
-    """What a turn reuses and computes, for ``X-AgentKV-Cache``."""
-    restore = begun.restore
-    computed = begun.prompt_tokens - begun.cached_tokens
-    return (
-        f"reused={begun.cached_tokens};computed={computed};source={restore.source};"
-        f"restore_ms={restore.seconds * 1000:.1f}"
-    )
-
-
 def _tell(call: Call, event: Event) -> None:
     if isinstance(event, Begun):
         call.headers["X-AgentKV-Cache"] = cache_header(event)
@@ -303,7 +295,10 @@ def _encoded(event: Event) -> Iterator[ServerEvent]:
 
 
 async def _session(call: Call) -> Session:
-    return await call.sessions.get(call.path("session_id"))
+    session = await call.sessions.get(call.path("session_id"))
+    if call.route.method != "GET":
+        await keep(call.sessions, session)
+    return session
 
 
 def _created(session: Session) -> bodies.Created:

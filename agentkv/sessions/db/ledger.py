@@ -33,6 +33,7 @@ __all__ = [
     "create_session",
     "get_session",
     "insert_session",
+    "item_record",
     "item_tokens",
     "item_values",
     "items",
@@ -42,6 +43,7 @@ __all__ = [
     "list_sessions",
     "pack_ids",
     "reset_states",
+    "session_record",
     "session_row",
     "turn_values",
     "turns",
@@ -51,7 +53,7 @@ __all__ = [
 _TOUCHING = frozenset(
     {"agent_id", "metadata", "idle_codec", "model", "kv_fingerprint", "session_fingerprint", "policy"}
 )
-_QUIET = frozenset({"state", "kv_length", "pinned", "policy_since"})
+_QUIET = frozenset({"state", "kv_length", "pinned", "policy_since", "anonymous"})
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -110,7 +112,7 @@ def insert_session(db: Session, record: SessionRecord) -> SessionRow:
 
 def get_session(db: Session, session_id: str, tenant: str) -> SessionRecord:
     """``SessionNotFound`` for one that is missing or another tenant's."""
-    return _session_record(session_row(db, session_id, tenant=tenant))
+    return session_record(session_row(db, session_id, tenant=tenant))
 
 
 def list_sessions(
@@ -126,7 +128,7 @@ def list_sessions(
         mark = session_row(db, before, tenant=tenant)
         query = query.where(tuple_(SessionRow.created_at, SessionRow.id) < (mark.created_at, mark.id))
     query = query.order_by(SessionRow.created_at.desc(), SessionRow.id.desc()).limit(limit)
-    return [_session_record(row) for row in db.scalars(query)]
+    return [session_record(row) for row in db.scalars(query)]
 
 
 def count_sessions(db: Session, tenant: str | None) -> int:
@@ -152,7 +154,7 @@ def update_session(db: Session, session_id: str, tenant: str, fields: dict[str, 
     _check_lengths(row.id, kv_length=row.kv_length, pinned=row.pinned, ledger_length=row.ledger_length)
     if fields.keys() & _TOUCHING:
         row.updated_at = max(row.updated_at, time.time())
-    return _session_record(row)
+    return session_record(row)
 
 
 def reset_states(db: Session) -> int:
@@ -232,10 +234,7 @@ def items(db: Session, session_id: str) -> list[ItemRecord]:
     """All items in order."""
     session_row(db, session_id)
     rows = db.scalars(select(ItemRow).where(ItemRow.session_id == session_id).order_by(ItemRow.seq))
-    return [
-        ItemRecord(r.id, r.seq, r.turn, r.role, r.kind, r.content, Span(r.start, r.stop), r.generated)  # type: ignore[arg-type]
-        for r in rows
-    ]
+    return [item_record(row) for row in rows]
 
 
 def turns(db: Session, session_id: str) -> list[TurnRecord]:
@@ -327,7 +326,8 @@ def _session_values(record: SessionRecord) -> dict[str, Any]:
     return values
 
 
-def _session_record(row: SessionRow) -> SessionRecord:
+def session_record(row: SessionRow) -> SessionRecord:
+    """A session's record."""
     values = {name: getattr(row, name) for name in SessionRecord.__dataclass_fields__ if name != "metadata"}
     values["placement"] = unpack_placement(row.placement)
     return SessionRecord(**values, metadata=row.user_metadata)
@@ -346,7 +346,15 @@ def item_values(session_id: str, item: ItemRecord) -> dict[str, Any]:
         "start": item.span.start,
         "stop": item.span.stop,
         "generated": item.generated,
+        "chain": item.chain,
     }
+
+
+def item_record(row: ItemRow) -> ItemRecord:
+    """An item's record."""
+    r = row
+    span = Span(r.start, r.stop)
+    return ItemRecord(r.id, r.seq, r.turn, r.role, r.kind, r.content, span, r.generated, r.chain)  # type: ignore[arg-type]
 
 
 def turn_values(turn: TurnRecord) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from agentkv.errors import AgentKVError
 from agentkv.types import Placement, Span
 
 __all__ = [
+    "BY_ID",
+    "Caller",
     "ChunkCondemned",
     "ChunkFacts",
     "ChunkRecord",
@@ -20,6 +22,7 @@ __all__ = [
     "LedgerConflict",
     "Manifest",
     "ManifestConflict",
+    "Node",
     "ResumePoint",
     "SegmentRecord",
     "SessionRecord",
@@ -62,7 +65,9 @@ class SessionRecord:
     generated token has none yet); ``placement``: which of them are held, ``None`` for all. ``policy_since``:
     ``kv_length`` when the policy was set: all evictions from there on are its own. ``created_at``, ``updated_at``: unix
     seconds. ``parent_id``: the session that it was forked from, at its own ledger position ``forked_at``; it may be
-    deleted by now. ``clock``: the time that its template is told, ``None`` for ``created_at``.
+    deleted by now. ``clock``: the time that its template is told, ``None`` for ``created_at``. ``anonymous``: no client
+    has named it, and it goes when it has been idle for long; ``name``: what its clients call it; ``cache_key``: of the
+    requests that it answers.
     """
 
     id: str
@@ -89,6 +94,9 @@ class SessionRecord:
     parent_id: str | None = None
     forked_at: int | None = None
     clock: float | None = None
+    anonymous: bool = False
+    name: str | None = None
+    cache_key: str | None = None
 
     @property
     def held(self) -> Placement:
@@ -98,7 +106,11 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class ItemRecord:
-    """One message, tool call or tool result; ``content`` is its canonical message."""
+    """One message, tool call or tool result; ``content`` is its canonical message.
+
+    ``chain``: digest of the conversation up to and with it; ``None`` where raw tokens are among it, for the head, and
+    where it was stored before there were chains.
+    """
 
     id: str
     seq: int
@@ -108,6 +120,33 @@ class ItemRecord:
     content: Any
     span: Span
     generated: bool
+    chain: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a session is made for: see the fields of the same names of ``SessionRecord``."""
+
+    anonymous: bool = False
+    name: str | None = None
+    cache_key: str | None = None
+
+
+BY_ID = Caller()
+"""Whoever holds its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A place where a conversation can go on: behind ``item``, in a ledger of ``session``."""
+
+    session: SessionRecord
+    item: ItemRecord
+
+    @property
+    def head(self) -> bool:
+        """Whether nothing follows there."""
+        return self.item.span.stop == self.session.ledger_length
 
 
 @dataclass(frozen=True, slots=True)

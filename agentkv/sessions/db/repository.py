@@ -11,7 +11,7 @@ from typing import Any, Self
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from agentkv.sessions.db import branching, chunks, keys, ledger, manifest, whole
+from agentkv.sessions.db import branching, chunks, keys, ledger, manifest, nodes, whole
 from agentkv.sessions.db.engine import async_url
 from agentkv.sessions.db.records import (
     ChunkFacts,
@@ -21,6 +21,7 @@ from agentkv.sessions.db.records import (
     ItemRecord,
     KeyRecord,
     Manifest,
+    Node,
     ResumePoint,
     SegmentRecord,
     SessionRecord,
@@ -116,7 +117,7 @@ class Repository:
         """Set fields that may change between turns, and return the new record.
 
         These are ``agent_id``, ``metadata``, ``idle_codec``, ``model``, ``policy``, the two fingerprints, and, without
-        touching ``updated_at``, ``state``, ``kv_length``, ``pinned``, ``policy_since``. Any other raises
+        touching ``updated_at``, ``state``, ``kv_length``, ``pinned``, ``policy_since``, ``anonymous``. Any other raises
         ``InvalidRequest``.
         """
         return await self._transactions.write(lambda db: ledger.update_session(db, session_id, tenant, fields))
@@ -208,6 +209,28 @@ class Repository:
     async def last_turn(self, session_id: str) -> TurnRecord | None:
         """The newest turn; ``None`` before the first."""
         return await self._transactions.read(lambda db: ledger.last_turn(db, session_id))
+
+    async def longest_chain(self, tenant: str, chains: Sequence[str], cache_key: str | None = None) -> int:
+        """How many of ``chains``, of ever longer beginnings of one conversation, lead to the last one that an item of
+        the tenant's has; 0 where none does. ``cache_key``: in a session under it alone."""
+        return await self._transactions.read(lambda db: nodes.longest_chain(db, tenant, chains, cache_key))
+
+    async def nodes(self, tenant: str, chain: str, cache_key: str | None, limit: int) -> list[Node]:
+        """Where a conversation with that chain can go on, the best places first: see ``nodes.nodes``."""
+        return await self._transactions.read(lambda db: nodes.nodes(db, tenant, chain, cache_key, limit))
+
+    async def named_session(self, tenant: str, name: str) -> SessionRecord | None:
+        """The session that the tenant's clients call ``name``; ``None`` where there is none."""
+        return await self._transactions.read(lambda db: nodes.named_session(db, tenant, name))
+
+    async def oldest_anonymous(self, tenant: str, limit: int) -> list[str]:
+        """Anonymous sessions of a tenant, the least recently used first."""
+        return await self._transactions.read(lambda db: nodes.oldest_anonymous(db, tenant, limit))
+
+    async def expired_sessions(self, before: float, most: int, limit: int = 100) -> list[tuple[str, str]]:
+        """Tenant and id of anonymous sessions that were last used before unix second ``before``, or are more than
+        ``most`` of one tenant; the oldest first."""
+        return await self._transactions.read(lambda db: nodes.expired(db, before, most, limit))
 
     async def later_turns(self, limit: int) -> list[TurnRecord]:
         """Of all sessions, the newest turns that found known tokens: no session's first. Newest first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, LargeBinary, MetaData, String, Text
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, LargeBinary, MetaData, String, Text, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 VERSION_TABLE = "agentkv_schema"
-REVISIONS = ("0001", "0002", "0003", "0004")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005")
 """Every revision this version of agentkv knows, oldest first."""
 
 _JSON = JSON(none_as_null=True)
@@ -61,6 +61,8 @@ class SessionRow(Base):
         Index(None, "tenant", "created_at", "id"),
         Index(None, "tenant", "agent_id", "created_at", "id"),
         Index(None, "parent_id"),
+        Index(None, "tenant", "name", unique=True),
+        Index(None, "anonymous", "tenant", "updated_at"),
     )
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -87,6 +89,9 @@ class SessionRow(Base):
     parent_id: Mapped[str | None] = mapped_column(String(64))
     forked_at: Mapped[int | None] = mapped_column(BigInteger)
     clock: Mapped[float | None] = mapped_column(Double)
+    anonymous: Mapped[bool] = mapped_column(server_default=false())
+    name: Mapped[str | None] = mapped_column(String(200))
+    cache_key: Mapped[str | None] = mapped_column(String(200))
 
 
 class LedgerRow(Base):
@@ -104,7 +109,7 @@ class ItemRow(Base):
     """One item; see ``ItemRecord``."""
 
     __tablename__ = "agentkv_items"
-    __table_args__ = (Index(None, "id", unique=True),)
+    __table_args__ = (Index(None, "id", unique=True), Index(None, "chain"))
 
     session_id: Mapped[str] = _session_key()
     seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -116,6 +121,7 @@ class ItemRow(Base):
     start: Mapped[int] = mapped_column(BigInteger)
     stop: Mapped[int] = mapped_column(BigInteger)
     generated: Mapped[bool]
+    chain: Mapped[str | None] = mapped_column(String(64))
 
 
 class TurnRow(Base):

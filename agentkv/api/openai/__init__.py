@@ -1,0 +1,1 @@
+"""OpenAI's endpoints over sessions: what their fields mean here, and what is refused."""

@@ -1,0 +1,34 @@
+"""Which session a request of OpenAI's endpoints belongs to, and how the answer says so."""
+
+from __future__ import annotations
+
+from agentkv.api.anonymous import MADE
+from agentkv.api.calls import Call
+from agentkv.api.headers import cache_header
+from agentkv.schemas.replies import Begun, Event
+from agentkv.sessions.following import named
+from agentkv.sessions.histories import History
+from agentkv.sessions.recognising import Recognised, recognised
+
+__all__ = ["session_for", "tell"]
+
+
+async def session_for(call: Call, history: History, *, session_id: str | None, cache_key: str | None) -> Recognised:
+    """By ``session_id``, else the header ``X-Session-ID``, else by what was said, under ``cache_key`` first; else a new
+    one. Raises as ``named`` and ``recognised`` do."""
+    name = session_id or call.request.headers.get("X-Session-ID") or None
+    if name is not None:
+        found = await named(call.sessions, name, history, cache_key=cache_key or None)
+    else:
+        found = await recognised(call.sessions, history, cache_key=cache_key or None)
+    if found.made:
+        call.request.app[MADE].set()
+    call.headers["X-AgentKV-Session"] = found.session.id
+    found.moved = lambda: call.headers.update({"X-AgentKV-Session": found.session.id})
+    return found
+
+
+def tell(call: Call, event: Event) -> None:
+    """In the answer's headers: what is reused, and what is computed."""
+    if isinstance(event, Begun):
+        call.headers["X-AgentKV-Cache"] = cache_header(event)

@@ -1,0 +1,105 @@
+"""A request that names its session: by the id that it was given, or by a name that the client chose.
+
+What its messages are is told by their form alone. With a system prompt or the model's own messages among them they are
+the whole conversation so far; otherwise, once there has been a turn, they are new and come behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from agentkv.errors import InvalidRequest, SessionBusy
+from agentkv.schemas.messages import Message, identities
+from agentkv.sessions.db.records import Caller, ItemRecord, LedgerConflict
+from agentkv.sessions.histories import History, same_calls
+from agentkv.sessions.recognising import Recognised, begun, branched, longest, recognised
+from agentkv.sessions.session import Session
+
+if TYPE_CHECKING:
+    from agentkv.sessions.manager import Sessions
+
+__all__ = ["followed", "keep", "named"]
+
+_LONGEST_NAME = 200
+
+
+async def named(sessions: Sessions, name: str, history: History, *, cache_key: str | None = None) -> Recognised:
+    """Where a request is answered that names its session. ``sess_…`` is an id; any other name is the client's own, and
+    its first request begins the session.
+
+    Raises ``SessionNotFound``, ``InvalidRequest`` for what is no name or does not fit the session, and as ``create``.
+    """
+    if name.startswith("sess_"):
+        return await followed(sessions, await sessions.get(name), history, cache_key=cache_key)
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise InvalidRequest(
+            f"session_id: a name has 1 to {_LONGEST_NAME} printable characters, got {name[:_LONGEST_NAME]!r}",
+            param="session_id",
+        )
+    record = await sessions.repository.named_session(sessions.tenant, name)
+    if record is None:
+        try:
+            return await begun(sessions, history, Caller(name=name, cache_key=cache_key))
+        except InvalidRequest as error:
+            record = await sessions.repository.named_session(sessions.tenant, name)
+            if record is None or error.param != "id":
+                raise
+    return await followed(sessions, await sessions.get(record.id), history, cache_key=cache_key)
+
+
+async def followed(
+    sessions: Sessions, session: Session, history: History, *, cache_key: str | None = None
+) -> Recognised:
+    """Where in that session a request is answered, or in a fork of it: see the module."""
+    await keep(sessions, session)
+    record = session.record
+    whole = history.filled(record)
+    items = [item for item in await sessions.repository.items(session.id) if not (record.pinned and item.turn == 0)]
+    if items and not history.whole:
+        _check_head(whole, session)
+        return Recognised(sessions, session, history.messages)
+    common = _common(items, whole.messages) if whole.same_head(record) else -1
+    end = items[-1].span.stop if items else record.pinned
+    elsewhere = partial(recognised, sessions, whole, cache_key=cache_key, apart=True)
+    if common == len(items):
+        new = same_calls(whole.messages[common:], whole.messages[:common], items)
+        return Recognised(sessions, session, new, common, behind=end, elsewhere=elsewhere)
+    if common == len(items) - 1 == len(whole.messages) and items[-1].generated:
+        return Recognised(sessions, session, (), common, behind=end, again=True, elsewhere=elsewhere)
+    known, _ = await longest(sessions, whole, cache_key)
+    if known >= common:
+        return await recognised(sessions, whole, cache_key=cache_key)
+    caller = Caller(anonymous=True, cache_key=cache_key)
+    try:
+        return await branched(sessions, whole, common, session.id, items[common - 1], caller)
+    except LedgerConflict as error:
+        raise SessionBusy(session.id) from error
+
+
+async def keep(sessions: Sessions, session: Session) -> None:
+    """Somebody holds its id now: it is there until it is deleted, however long it is idle."""
+    if session.record.anonymous:
+        await sessions.repository.update_session(session.id, sessions.tenant, anonymous=False)
+        session._core.record = replace(session._core.record, anonymous=False)
+
+
+def _check_head(whole: History, session: Session) -> None:
+    if not whole.same_head(session.record):
+        raise InvalidRequest(
+            f"tools: session {session.id} was begun with other tools or template arguments, which are frozen with it: "
+            "leave them out, or send the whole conversation",
+            param="tools",
+        )
+
+
+def _common(items: list[ItemRecord], said: tuple[Message, ...]) -> int:
+    """How many messages of a history are the session's, from the first on."""
+    stored = []
+    for item in items:
+        if item.kind == "tokens":
+            break
+        stored.append(Message.from_canonical(item.content))
+    pairs = zip(identities(stored), identities(said), strict=False)
+    return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(stored), len(said)))
