@@ -236,7 +236,9 @@ class ModelAdapter:
         except Exception as error:
             told = f"({type(error).__name__}: {error})"
             if _carries(self.model, self.model.config.get_text_config(decoder=True)):
-                raise Unsupported("recurrent state", f"{name} keeps it in a way that is not known here {told}") from error
+                raise Unsupported(
+                    "recurrent state", f"{name} keeps it in a way that is not known here {told}"
+                ) from error
             raise Unsupported(name, f"its forward does not run on a packed row {told}") from error
         return cache
 
@@ -358,7 +360,9 @@ def _geometry(probe: _StepCache, config: Any, dtype: torch.dtype, limit: int | N
     types = getattr(config, "layer_types", None)
     if state and not calls:
         raise Unsupported("recurrent state", f"{name} has no attention beside it")
-    expected = {layer for layer in range(int(config.num_hidden_layers)) if not types or types[layer] not in _EMPTY_TYPES}
+    expected = {
+        layer for layer in range(int(config.num_hidden_layers)) if not types or types[layer] not in _EMPTY_TYPES
+    }
     seen = {*calls, *(key.layer for key in state)}
     if seen != expected:
         missing = sorted(expected ^ seen)
@@ -372,6 +376,4 @@ def _geometry(probe: _StepCache, config: Any, dtype: torch.dtype, limit: int | N
             raise Unsupported(f"{name} layer {layer}", f"its window of {declared} is in a mask only")
         groups.setdefault((call.window, call.kv_heads, call.key_dim, call.value_dim), []).append(layer)
     attention = [LayerGroup(tuple(of), window, heads, kd, vd) for (window, heads, kd, vd), of in groups.items()]
-    return KVGeometry(
-        (*attention, *recurrent_groups(state, dtype.itemsize)), str(dtype).removeprefix("torch.")
-    )
+    return KVGeometry((*attention, *recurrent_groups(state, dtype.itemsize)), str(dtype).removeprefix("torch."))

@@ -55,7 +55,9 @@ class StateCache:
         self.carried.put(key, seen[..., -kernel:].clone())
         return seen
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
         return self.carried.put(StateKey(layer_idx, "recurrent", state_idx), recurrent_states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

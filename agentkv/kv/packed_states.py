@@ -1,7 +1,7 @@
 """Recurrent layers' states as numbers of the model's dtype, for storing: the same bytes, whatever dtypes they are of.
 
-    layer's states   | conv, bfloat16   | recurrent, float32                    |        bytes, one after the other
-    its block        | keys  [rows, 1, width]     | values  [rows, 1, width]  |0 0|        the rest is zero
+layer's states   | conv, bfloat16   | recurrent, float32                    |        bytes, one after the other
+its block        | keys  [rows, 1, width]     | values  [rows, 1, width]  |0 0|        the rest is zero
 """
 
 from __future__ import annotations

@@ -154,7 +154,9 @@ class RecurrentKV(WrappedKV):
 
     def crop(self, length: int) -> None:
         if length not in (0, self.length):
-            raise ValueError(f"cannot crop to {length}: of the recurrent layers there is the state at {self.length} only")
+            raise ValueError(
+                f"cannot crop to {length}: of the recurrent layers there is the state at {self.length} only"
+            )
         self.inner.crop(length)
         self._after = None
         if not length:

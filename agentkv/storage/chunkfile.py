@@ -133,7 +133,9 @@ def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> Encode
 
 def pack_chunk(header: ChunkHeader, payload: Sequence[Buffer]) -> EncodedChunk:
     """The file of a header and its parts, as they are encoded already: they are not looked at."""
-    text = json.dumps(header.model_dump(exclude_defaults=True), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(
+        header.model_dump(exclude_defaults=True), sort_keys=True, separators=(",", ":"), allow_nan=False
+    ).encode()
     if len(text) > _HEADER_LIMIT or _values(text) > _MOST_VALUES:
         raise ValueError(
             f"a chunk header of {len(text):,} bytes and up to {_values(text):,} values is over the limits of "
