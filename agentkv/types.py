@@ -103,11 +103,11 @@ class SessionState(StrEnum):
 
 
 class StateShape(NamedTuple):
-    """One tensor that a recurrent layer carries from token to token: ``kind`` ``conv`` or ``recurrent``, its number
+    """One tensor that a recurrent layer carries from token to token: ``kind`` ``conv`` or ``recurrent``, its ``number``
     among those of that kind in its layer, its shape for one session, and its torch dtype's name."""
 
     kind: str
-    index: int
+    number: int
     shape: tuple[int, ...]
     dtype: str
 

@@ -62,7 +62,7 @@ class StateCache:
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         keys = self.carried.before
-        return any(layer_idx in (None, key.layer) and state_idx in (None, key.index) for key in keys)
+        return any(layer_idx in (None, key.layer) and state_idx in (None, key.number) for key in keys)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Never: what a layer has stored is not cropped."""
@@ -75,7 +75,7 @@ def recurrent_groups(state: Mapping[StateKey, Tensor], itemsize: int) -> Iterato
     def of(layer: int) -> tuple[StateShape, ...]:
         keys = sorted(key for key in state if key.layer == layer)
         return tuple(
-            StateShape(k.kind, k.index, tuple(state[k].shape[1:]), str(state[k].dtype).removeprefix("torch."))
+            StateShape(k.kind, k.number, tuple(state[k].shape[1:]), str(state[k].dtype).removeprefix("torch."))
             for k in keys
         )
 
@@ -115,7 +115,7 @@ def _all_count(groups: Sequence[LayerGroup], run: Pass, ids: Sequence[int], know
 
     A decayed state that is lost leaves logits nearly what they were.
     """
-    for key in (StateKey(group.layers[0], s.kind, s.index) for group in groups for s in group.states):
+    for key in (StateKey(group.layers[0], s.kind, s.number) for group in groups for s in group.states):
         other = Carried({**known.before, key: known.before[key] + 1})
         same = torch.equal(run(ids, other), logits)
         kept = [k for k in known.outcome if k.layer == key.layer and k.kind == "recurrent"]

@@ -34,11 +34,11 @@ __all__ = ["Carried", "RecurrentKV", "RecurrentLayout", "RecurrentStep", "StateK
 
 
 class StateKey(NamedTuple):
-    """One tensor of the state; ``kind`` and ``index`` as in ``StateShape``."""
+    """One tensor of the state; ``kind`` and ``number`` as in ``StateShape``."""
 
     layer: int
     kind: str
-    index: int
+    number: int
 
 
 States = Mapping[StateKey, "Tensor"]
@@ -198,7 +198,7 @@ class RecurrentKV(WrappedKV):
         if not of.states:
             return self.inner.read(group, span)
         self._check_here(span)
-        tensors = [self._state[StateKey(layer, s.kind, s.index)] for layer in of.layers for s in of.states]
+        tensors = [self._state[StateKey(layer, s.kind, s.number)] for layer in of.layers for s in of.states]
         return packed(of, tensors, self._layout.dtype).block
 
     def place(self, placement: Placement, room: int = 0) -> None:
@@ -221,7 +221,7 @@ class RecurrentKV(WrappedKV):
         state: dict[StateKey, Tensor] = {}
         for index, found in self._restoring.items() if len(ids) else ():
             group = self.geometry.groups[index]
-            keys = [StateKey(layer, s.kind, s.index) for layer in group.layers for s in group.states]
+            keys = [StateKey(layer, s.kind, s.number) for layer in group.layers for s in group.states]
             state.update(zip(keys, found.unpacked(), strict=True))
         self._state, self._restoring = state, {}
 

@@ -57,7 +57,7 @@ class StateEntry(_Strict):
     """One ``types.StateShape``."""
 
     kind: Literal["conv", "recurrent"]
-    index: _Small
+    number: _Small
     shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(max_length=8)]
     dtype: Literal["bfloat16", "float16", "float32", "float64"]
 
@@ -75,20 +75,14 @@ class GroupEntry(_Strict):
     @classmethod
     def of(cls, group: LayerGroup) -> Self:
         """The entry of a group."""
-        states = tuple(StateEntry(kind=s.kind, index=s.index, shape=s.shape, dtype=s.dtype) for s in group.states)
-        return cls(
-            layers=group.layers,
-            window=group.window,
-            kv_heads=group.kv_heads,
-            key_dim=group.key_dim,
-            value_dim=group.value_dim,
-            states=states,
-        )
+        fields = ("layers", "window", "kv_heads", "key_dim", "value_dim")
+        states = tuple(state._asdict() for state in group.states)
+        return cls.model_validate({**{name: getattr(group, name) for name in fields}, "states": states})
 
     @property
     def group(self) -> LayerGroup:
         """The group."""
-        states = tuple(StateShape(s.kind, s.index, s.shape, s.dtype) for s in self.states)
+        states = tuple(StateShape(s.kind, s.number, s.shape, s.dtype) for s in self.states)
         return LayerGroup(self.layers, self.window, self.kv_heads, self.key_dim, self.value_dim, states)
 
 

@@ -190,7 +190,7 @@ async def test_states_at_resume_points_are_those_transformers_caches(family: Fam
         group = layout.geometry.groups[part.group]
         assert part.span == (point - 1, point)
         kinds = {"conv": "conv_states", "recurrent": "recurrent_states"}
-        theirs = [getattr(held[n], kinds[s.kind])[s.index] for n in group.layers for s in group.states]
+        theirs = [getattr(held[n], kinds[s.kind])[s.number] for n in group.layers for s in group.states]
         for ours, other in zip(unpacked(group, part.block), theirs, strict=True):
             torch.testing.assert_close(ours, other, atol=1e-4, rtol=0)
 
