@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "RestoreReport",
     "SessionState",
     "Span",
+    "StateShape",
     "SuspendReport",
     "Tier",
     "Usage",
@@ -31,6 +33,10 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_WIDEST = 2**15
+"""Numbers in a row of a recurrent group's block."""
 
 
 class Span(NamedTuple):
@@ -96,11 +102,28 @@ class SessionState(StrEnum):
     RESTORING = "restoring"
 
 
+class StateShape(NamedTuple):
+    """One tensor that a recurrent layer carries from token to token: ``kind`` ``conv`` or ``recurrent``, its ``number``
+    among those of that kind in its layer, its shape for one session, and its torch dtype's name."""
+
+    kind: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * _ITEMSIZE[self.dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers whose KV has the same shape and the same reach.
 
     ``window`` is ``None`` for full attention, else the number of keys a query sees, itself included.
+    ``states``: what each of its layers carries, where they are recurrent. Such a group has a window of one token: its
+    "keys" and "values" at ``r - 1`` are the two halves of the state's bytes at ``r``, as numbers of the model's dtype.
     """
 
     layers: tuple[int, ...]
@@ -108,11 +131,20 @@ class LayerGroup:
     kv_heads: int
     key_dim: int
     value_dim: int
+    states: tuple[StateShape, ...] = ()
+
+    @classmethod
+    def recurrent(cls, layers: tuple[int, ...], states: tuple[StateShape, ...], itemsize: int) -> LayerGroup:
+        """Layers that all carry ``states``, in a model whose numbers have ``itemsize`` bytes."""
+        half = -(-sum(state.nbytes for state in states) // (2 * itemsize))
+        rows = -(-half // _WIDEST)
+        width = -(-half // rows)
+        return cls(layers, 1, rows, width, width, states)
 
     @property
     def name(self) -> str:
-        """``full`` or ``sliding:W``, with the shape where it matters: unique within one geometry."""
-        reach = "full" if self.window is None else f"sliding:{self.window}"
+        """``full``, ``sliding:W`` or ``recurrent``, with the shape where it matters: unique within one geometry."""
+        reach = "recurrent" if self.states else "full" if self.window is None else f"sliding:{self.window}"
         return f"{reach}:{self.kv_heads}x{self.key_dim}x{self.value_dim}"
 
     @property
@@ -127,7 +159,8 @@ class KVGeometry:
 
     ``rotations``: how each layer's keys turn with their position (``None``: not at all), in layer order.
     ``fixed``: why keys cannot be moved to another position, so that nothing may be evicted; ``None`` where they can.
-    Neither takes part in comparison: both follow from what the KV fingerprint covers.
+    Neither takes part in comparison: both follow from what the KV fingerprint covers. Recurrent groups come last; a
+    layer that attends and is recurrent is in two groups.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -138,7 +171,17 @@ class KVGeometry:
     @property
     def itemsize(self) -> int:
         """Bytes a number."""
-        return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self.dtype]
+        return _ITEMSIZE[self.dtype]
+
+    @property
+    def recurrent(self) -> tuple[int, ...]:
+        """Indices of the recurrent groups."""
+        return tuple(index for index, group in enumerate(self.groups) if group.states)
+
+    @property
+    def attention(self) -> KVGeometry:
+        """The same without its recurrent groups."""
+        return replace(self, groups=tuple(group for group in self.groups if not group.states))
 
     def nbytes(self, tokens: int) -> int:
         """Bytes that ``tokens`` consecutive tokens need; sliding groups hold at most their window."""

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import torch
 from families import VOCAB, Family
@@ -17,6 +18,7 @@ from agentkv.engine.job import Generation, Job, TokenSink, Verdict
 from agentkv.engine.sampling import Sampler, TokenLogprob
 from agentkv.kv.contract import SequenceKV, Slot
 from agentkv.kv.dynamic import DynamicKV, DynamicLayout
+from agentkv.kv.recurrent import RecurrentKV, RecurrentLayout
 from agentkv.schemas.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -70,18 +72,16 @@ class Gate:
         self._open.set()
 
 
-class WatchedLayout(DynamicLayout):
-    """The real layout; ``steps`` lists the tokens of each slot, step by step, ``before`` is called before each step."""
+class Watched:
+    """Before a real layout: ``steps`` lists the tokens of each slot, step by step, ``before`` is called before each."""
 
-    def __init__(self, adapter: ModelAdapter) -> None:
-        super().__init__(adapter.geometry, CPU)
-        self.steps: list[list[int]] = []
-        self.before: Callable[[Sequence[Slot]], None] = lambda slots: None
+    steps: list[list[int]]
+    before: Callable[[Sequence[Slot]], None]
 
-    def plan(self, slots: Sequence[Slot]) -> list:
+    def plan(self, slots: Sequence[Slot]) -> Any:
         self.steps.append([slot.tokens for slot in slots])
         self.before(slots)
-        return super().plan(slots)
+        return super().plan(slots)  # type: ignore[misc]
 
     @property
     def mixed_steps(self) -> int:
@@ -89,10 +89,26 @@ class WatchedLayout(DynamicLayout):
         return sum(min(step) == 1 and max(step) > 1 for step in self.steps)
 
 
+class WatchedLayout(Watched, DynamicLayout):
+    """The real layout, watched."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        super().__init__(adapter.geometry, CPU)
+        self.steps, self.before = [], lambda slots: None
+
+
+class WatchedRecurrent(Watched, RecurrentLayout):
+    """The same of a model with recurrent layers."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        super().__init__(adapter.geometry, CPU, DynamicLayout)
+        self.steps, self.before = [], lambda slots: None
+
+
 @asynccontextmanager
 async def running(adapter: ModelAdapter, *, joint_rows: int = 64) -> AsyncIterator[tuple[Engine, WatchedLayout]]:
     """An engine with its own thread, over a watched layout."""
-    layout = WatchedLayout(adapter)
+    layout: Any = (WatchedRecurrent if adapter.geometry.recurrent else WatchedLayout)(adapter)
     engine = Engine(adapter, layout, joint_rows=joint_rows)
     engine.start()
     try:
@@ -138,6 +154,13 @@ def assert_same(a: tuple[list[int], list[tuple[Tensor, ...]]], b: tuple[list[int
     assert a[0] == b[0]
     for group, (mine, other) in enumerate(zip(a[1], b[1], strict=True)):
         assert all(torch.equal(x, y) for x, y in zip(mine, other, strict=True)), f"group {group}"
+
+
+def zero_states(kv: SequenceKV, *kinds: str) -> None:
+    """What recurrent layers carry is lost, as far as it is of ``kinds``."""
+    assert isinstance(kv, RecurrentKV)
+    assert {key.kind for key in kv.state} >= set(kinds)
+    kv._state = {key: torch.zeros_like(t) if key.kind in kinds else t for key, t in kv.state.items()}
 
 
 def adapted(family: Family, seed: int = 0) -> ModelAdapter:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
     Cohere2Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -19,8 +21,10 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
@@ -28,15 +32,19 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 __all__ = ["FAMILIES", "VOCAB", "Family", "family"]
 
 VOCAB = 131
-_SHIFTED_NORMS = {"gemma2", "gemma3_text"}
+_SHIFTED_NORMS = {"gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text"}
 """Models whose norms multiply by 1 + weight."""
+_SLOW_DECAY = -2.0
+"""Around which the logarithms of decay rates are drawn, so that what recurrent layers carry lasts some ten tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class Family:
     """One model family: its tiny configuration and what is special about it.
 
     ``windows``: the reach of its layer groups, ``None`` for full attention. ``turns``: the dimensions of each layer's
-    keys that turn with the position, 0 where none does. ``limit``: its longest context.
+    keys that turn with the position, 0 where none does, up to the last layer that attends. ``states``: the kinds of
+    state that its recurrent layers carry. ``limit``: its longest context.
     """
 
     name: str
@@ -55,7 +64,13 @@ class Family:
     learned_positions: bool = False
     turns: tuple[int, ...] = (8, 8)
     interleaved: bool = False
+    states: tuple[str, ...] = ()
     limit: int = 256
+
+    @property
+    def movable(self) -> bool:
+        """Whether something may be evicted."""
+        return not self.learned_positions and not self.states
 
     def build(self, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
         """The model in float32 with ``seed``'s weights, as transformers runs it. The same seed, the same weights."""
@@ -67,6 +82,8 @@ class Family:
             if weight.ndim == 1 and name.endswith("weight"):
                 around = 0.0 if config.model_type in _SHIFTED_NORMS else 1.0
                 noise = torch.randn(weight.shape, generator=generator) * 0.2 + around
+            elif name.endswith("A_log"):
+                noise = torch.randn(weight.shape, generator=generator) * 0.2 + _SLOW_DECAY
             else:
                 noise = torch.randn(weight.shape, generator=generator) * 0.2
             weight.data.copy_(noise)
@@ -159,6 +176,55 @@ def _qwen3_moe() -> PreTrainedConfig:
     )
 
 
+_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+_DELTA: dict[str, Any] = {
+    **{**_GROUPED, "num_hidden_layers": 3},
+    "head_dim": 8,
+    "layer_types": _LINEAR,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
+
+
+def _falcon_h1() -> PreTrainedConfig:
+    return FalconH1Config(**_GROUPED, **_MAMBA, head_dim=8, mamba_d_ssm=32, mamba_d_head=8)
+
+
+def _qwen3_next() -> PreTrainedConfig:
+    return Qwen3NextConfig(
+        **_DELTA,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+
+
+def _lfm2() -> PreTrainedConfig:
+    return Lfm2Config(**{**_GROUPED, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"])
+
+
+def _bamba() -> PreTrainedConfig:
+    return BambaConfig(**_GROUPED, **_MAMBA, mamba_d_head=16, attn_layer_indices=[1])
+
+
+def _nemotron_h() -> PreTrainedConfig:
+    sizes = {name: size for name, size in _GROUPED.items() if name != "num_hidden_layers"}
+    return NemotronHConfig(
+        **sizes,
+        head_dim=8,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+    )
+
+
 def _yarn(factor: float) -> dict[str, Any]:
     original = int(_SIZES["max_position_embeddings"] / factor)
     rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": factor}
@@ -215,6 +281,12 @@ FAMILIES = (
         lambda: Phi3Config(**_GROUPED, original_max_position_embeddings=96, rope_parameters=_LONGROPE),
         limit=96,
     ),
+    Family("qwen3_next", _qwen3_next, turns=(0, 2), states=("conv", "recurrent")),
+    Family("qwen3_5", lambda: Qwen3_5TextConfig(**_DELTA), turns=(0, 2), states=("conv", "recurrent")),
+    Family("falcon_h1", _falcon_h1, states=("conv", "recurrent")),
+    Family("bamba", _bamba, turns=(0, 4), states=("conv", "recurrent")),
+    Family("nemotron_h", _nemotron_h, turns=(0, 0, 0), states=("conv", "recurrent")),
+    Family("lfm2", _lfm2, turns=(0, 8), states=("conv",)),
 )
 
 

@@ -22,14 +22,23 @@ the way; what cannot be right is refused when it is loaded, with one sentence th
 """
 
 _TAIL = """
-Refused at load: recurrent, convolution and linear-attention layers, ALiBi, encoder-decoder models, attention to other
-keys than those a layer stores (shared or compressed KV), windows that only a mask knows.
+Recurrent layers (linear attention, state spaces, short convolutions) have no keys: each token overwrites what they
+carry. It is carried and stored bit for bit, once for each resume point, and there is no way back from it but to such a
+point: a fork or a rewind to another place begins at the last one before it and computes the rest. Nothing can be taken
+out of it either, so the policy is `full`. Sessions of such a model are computed one after the other within a step.
+
+Refused at load: ALiBi, encoder-decoder models, attention to other keys than those a layer stores (shared or compressed
+KV), windows that only a mask knows, models without any attention (Mamba), and recurrent layers that start anew at each
+row of several tokens (Jamba), or that keep their state in a cache of their own (MiniMax).
 """
 
 
 def _attention(family: Family) -> str:
     kinds = ["full" if window is None else "sliding window" for window in family.windows]
-    return " and ".join(sorted(set(kinds)))
+    kinds = sorted(set(kinds))
+    if family.states:
+        kinds.append("recurrent" if "recurrent" in family.states else "short convolutions")
+    return " and ".join(kinds)
 
 
 def _positions(family: Family) -> str:
@@ -37,9 +46,11 @@ def _positions(family: Family) -> str:
         return "learned"
     text = "rotary, interleaved" if family.interleaved else "rotary"
     size = max(family.turns)
+    if not size:
+        return "none"
     if size < 8:
         text += ", part of each key"
-    if 0 in family.turns:
+    if 0 in family.turns and not family.states:
         text += ", none in some layers"
     return text
 
@@ -58,7 +69,7 @@ def _beside(family: Family) -> str:
 def page() -> str:
     """The whole page."""
     rows = [
-        f"| {f.name} | {_attention(f)} | {_positions(f)} | {_beside(f)} | {'no' if f.learned_positions else 'yes'} |"
+        f"| {f.name} | {_attention(f)} | {_positions(f)} | {_beside(f)} | {'yes' if f.movable else 'no'} |"
         for f in FAMILIES
     ]
     return _HEAD + "\n".join(rows) + "\n" + _TAIL

@@ -48,8 +48,10 @@ class KVBlock:
 
     def of(self, geometry: KVGeometry, group: int, position: int) -> KVBlock:
         """The same tensors, known to be layer group ``group`` of a model, from ``position`` on."""
-        layers = geometry.groups[group].layers
-        rotations = tuple(geometry.rotations[layer] for layer in layers) if geometry.rotations else ()
+        of = geometry.groups[group]
+        layers = of.layers
+        turn = geometry.rotations and not of.states
+        rotations = tuple(geometry.rotations[layer] for layer in layers) if turn else ()
         return replace(self, layers=layers, rotations=rotations, position=position)
 
     def cut(self, start: int, stop: int) -> KVBlock:

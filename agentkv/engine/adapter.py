@@ -17,15 +17,27 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from agentkv.engine.recurrence import (
+    RECURRENT_TYPES,
+    StateCache,
+    check_carried,
+    recurrent_groups,
+    refuse_unknown_recurrence,
+)
 from agentkv.engine.rotations import Projections, find_rotations, probe_positions
 from agentkv.errors import Unsupported
 from agentkv.kv.contract import AttentionTraits, Layout
+from agentkv.kv.recurrent import Carried, RecurrentLayout
 from agentkv.types import KVGeometry, LayerGroup
 
 __all__ = ["ATTENTION_NAME", "ModelAdapter", "StepInput"]
 
 ATTENTION_NAME = "agentkv"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SLIDING_TYPES = {"sliding_attention", "hybrid_sliding"}
+_ATTENTION_TYPES = {"full_attention", *_SLIDING_TYPES}
+_EMPTY_TYPES = {"mlp", "moe"}
+"""Layers that keep nothing of a token."""
+_LAYER_TYPES = _ATTENTION_TYPES | RECURRENT_TYPES | _EMPTY_TYPES
 _HARMLESS_ARGUMENTS = {
     "cache",
     "cache_position",
@@ -63,7 +75,7 @@ class _LayerCall:
     traits: AttentionTraits
 
 
-class _StepCache:
+class _StepCache(StateCache):
     """Stands where the model expects its cache. ``update`` stores the new keys and values, and returns them.
 
     Without a layout it is the probe's: it notes what each layer stores and asks for.
@@ -71,7 +83,8 @@ class _StepCache:
 
     is_compileable = False
 
-    def __init__(self, layout: Layout[Any] | None, meta: Any) -> None:
+    def __init__(self, layout: Layout[Any] | None, meta: Any, carried: Carried | None = None) -> None:
+        super().__init__(carried or Carried({}))
         self.layout = layout
         self.meta = meta
         self.calls: dict[int, _LayerCall] = {}
@@ -195,8 +208,12 @@ class ModelAdapter:
         self.vocab_size = int(config.vocab_size)
         positions = probe_positions(self.context_limit)
         still, moved = self._probe([0] * len(positions)), self._probe(positions)
-        self.geometry = _geometry(still.calls, config, model.dtype, self.context_limit)
+        self.geometry = _geometry(still, config, model.dtype, self.context_limit)
         rotations, fixed = find_rotations(model, still.seen, moved.seen, positions)
+        if self.geometry.recurrent:
+            recurrent = [self.geometry.groups[index] for index in self.geometry.recurrent]
+            check_carried(config.model_type, recurrent, self._carry)
+            fixed = "its recurrent layers have seen every token and can forget none"
         self.geometry = replace(self.geometry, rotations=rotations, fixed=fixed)
 
     @property
@@ -211,15 +228,23 @@ class ModelAdapter:
 
     def _probe(self, positions: Sequence[int]) -> _StepCache:
         """Run a few tokens, the same ones each time, and look at each layer's attention call."""
-        cache = _StepCache(None, None)
+        cache, name = _StepCache(None, None), self.model.config.model_type
         try:
             self._forward(range(1, len(positions) + 1), positions, [0, 1], cache)
         except Unsupported:
             raise
         except Exception as error:
-            reason = f"its forward does not run on a packed row ({type(error).__name__}: {error})"
-            raise Unsupported(self.model.config.model_type, reason) from error
+            told = f"({type(error).__name__}: {error})"
+            if _carries(self.model, self.model.config.get_text_config(decoder=True)):
+                raise Unsupported(
+                    "recurrent state", f"{name} keeps it in a way that is not known here {told}"
+                ) from error
+            raise Unsupported(name, f"its forward does not run on a packed row {told}") from error
         return cache
+
+    def _carry(self, ids: Sequence[int], carried: Carried) -> Tensor:
+        """Logits ``[T, vocab]`` of ``ids``, which see one another through recurrent layers only."""
+        return self._forward(ids, [0] * len(ids), range(len(ids)), _StepCache(None, None, carried))
 
     def _forward(self, ids: Sequence[int], positions: Sequence[int], rows: Sequence[int], cache: _StepCache) -> Tensor:
         device = self.device
@@ -229,7 +254,7 @@ class ModelAdapter:
                 output = self.model(
                     input_ids=torch.tensor([list(ids)], device=device),
                     position_ids=torch.tensor([list(positions)], device=device),
-                    logits_to_keep=torch.tensor(rows, device=device),
+                    logits_to_keep=torch.tensor(list(rows), device=device),
                     use_cache=True,
                     return_dict=True,
                     **{self._cache_argument: cache},
@@ -246,16 +271,28 @@ class ModelAdapter:
         path, whose bits differ from those of every other row count (bf16, CPU). A lone row is padded with a dummy
         that belongs to no session.
         """
-        ids, positions = list(step.ids), list(step.positions)
+        ids, positions, rows = list(step.ids), list(step.positions), list(step.logit_rows)
         if self._switch is not None and max(positions) >= self._switch:
             raise ValueError(f"position {max(positions)} would change the rotation of all keys from {self._switch} on")
+        if isinstance(layout, RecurrentLayout):
+            return self._run_apart(step, layout, meta)
         if len(ids) == 1:
             ids.append(ids[0])
             positions.append(positions[0])
-        rows = list(step.logit_rows)
         padded = rows if len(rows) > 1 else [*rows, *(rows or [0]), 0][:2]
         logits = self._forward(ids, positions, padded, _StepCache(layout, meta))
         return logits[: len(rows)]
+
+    def _run_apart(self, step: StepInput, layout: RecurrentLayout, meta: Any) -> Tensor:
+        """One pass a session, which thus has no neighbours; no dummy row either: it would go through the state."""
+        found = []
+        for slot, carried in layout.passes(meta):
+            here = slice(slot.start, slot.stop)
+            rows = [row - slot.start for row in step.logit_rows if slot.start <= row < slot.stop]
+            cache = _StepCache(layout, meta, carried)
+            logits = self._forward(step.ids[here], step.positions[here], rows or [0], cache)
+            found.append(logits[: len(rows)])
+        return torch.cat(found)
 
 
 def _refuse(model: PreTrainedModel, config: Any) -> None:
@@ -267,12 +304,21 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
     if _uses_alibi(model, config):
         raise Unsupported("ALiBi", f"{name} adds a distance to its attention scores")
     types = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) and not (types and types <= _LAYER_TYPES):
-        raise Unsupported("recurrent state", f"{name} carries some beside its keys and values")
-    if not getattr(model, "_supports_attention_backend", False):
+    carries = _carries(model, config)
+    if carries:
+        refuse_unknown_recurrence(config)
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise Unsupported("recurrent state", f"{name} has no attention beside it")
+    elif not getattr(model, "_supports_attention_backend", False):
         raise Unsupported(name, "its attention does not go through transformers' attention interface")
     if types - _LAYER_TYPES:
         raise Unsupported(f"layer type {', '.join(sorted(types - _LAYER_TYPES))}", f"found in {name}")
+
+
+def _carries(model: PreTrainedModel, config: Any) -> bool:
+    """Whether a model says that some layers carry state beside keys and values."""
+    types = set(getattr(config, "layer_types", None) or ())
+    return bool(types & RECURRENT_TYPES) or (getattr(model, "_is_stateful", False) and not types <= _ATTENTION_TYPES)
 
 
 def _uses_alibi(model: PreTrainedModel, config: Any) -> bool:
@@ -308,24 +354,26 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [rope] if rope else []
 
 
-def _geometry(calls: dict[int, _LayerCall], config: Any, dtype: torch.dtype, limit: int | None) -> KVGeometry:
+def _geometry(probe: _StepCache, config: Any, dtype: torch.dtype, limit: int | None) -> KVGeometry:
     """Layer groups from what the layers asked for, checked against what the configuration says."""
-    expected = int(config.num_hidden_layers)
-    if sorted(calls) != list(range(expected)):
-        missing = sorted(set(range(expected)) - set(calls))
-        raise Unsupported(f"{config.model_type} layers {missing}", "they have no key/value attention we can see")
+    calls, state, name = probe.calls, probe.carried.outcome, config.model_type
     types = getattr(config, "layer_types", None)
+    if state and not calls:
+        raise Unsupported("recurrent state", f"{name} has no attention beside it")
+    expected = {
+        layer for layer in range(int(config.num_hidden_layers)) if not types or types[layer] not in _EMPTY_TYPES
+    }
+    seen = {*calls, *(key.layer for key in state)}
+    if seen != expected:
+        missing = sorted(expected ^ seen)
+        raise Unsupported(f"{name} layers {missing}", "they have no key/value attention we can see")
     declared = None if types else getattr(config, "sliding_window", None)
     groups: dict[tuple[int | None, int, int, int], list[int]] = {}
     for layer, call in sorted(calls.items()):
-        if types and (types[layer] == "sliding_attention") != (call.window is not None):
-            raise Unsupported(
-                f"{config.model_type} layer {layer}", f"declared {types[layer]}, but asks for window {call.window}"
-            )
+        if types and (types[layer] in _SLIDING_TYPES) != (call.window is not None):
+            raise Unsupported(f"{name} layer {layer}", f"declared {types[layer]}, but asks for window {call.window}")
         if declared and call.window is None and (limit is None or declared < limit):
-            raise Unsupported(f"{config.model_type} layer {layer}", f"its window of {declared} is in a mask only")
+            raise Unsupported(f"{name} layer {layer}", f"its window of {declared} is in a mask only")
         groups.setdefault((call.window, call.kv_heads, call.key_dim, call.value_dim), []).append(layer)
-    return KVGeometry(
-        tuple(LayerGroup(tuple(layers), window, heads, kd, vd) for (window, heads, kd, vd), layers in groups.items()),
-        str(dtype).removeprefix("torch."),
-    )
+    attention = [LayerGroup(tuple(of), window, heads, kd, vd) for (window, heads, kd, vd), of in groups.items()]
+    return KVGeometry((*attention, *recurrent_groups(state, dtype.itemsize)), str(dtype).removeprefix("torch."))

@@ -32,6 +32,7 @@ from agentkv.engine.sensitivity import kv_sensitivity
 from agentkv.engine.texts import Text, encoded, fitted_texts, scored_text
 from agentkv.errors import EngineFailed, InvalidRequest
 from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
+from agentkv.kv.recurrent import layout_for
 from agentkv.logs import Log
 from agentkv.models.gate import DEFAULT_MAX_KL, Calibration, CodecResult, LayoutResult, TextFacts
 
@@ -166,7 +167,7 @@ class Scorer:
 
     def measure_layout(self, name: str) -> LayoutResult | None:
         """What the live layout ``name`` does to the same state, restored bit for bit into it."""
-        layout = LAYOUTS.get(name)(self._model.adapter.geometry, self._model.adapter.device)
+        layout = layout_for(LAYOUTS.get(name), self._model.adapter.geometry, self._model.adapter.device)
         kv = self.frozen.restore(self._state, len(self._ids), layout).kv
         nbytes = kv.nbytes
         kl, same = self._divergences(layout, kv)
@@ -282,7 +283,9 @@ def _fit_blocks(model: LoadedModel, say: Say) -> tuple[list[KVBlock], TextFacts]
 
 def _sensitivity(model: LoadedModel, say: Say) -> dict[int, tuple[Tensor, Tensor]] | None:
     """What an error in each head costs, measured on two of the texts that fits are made of; ``None`` where they are
-    too short for it."""
+    too short for it, and with recurrent layers, whose states transformers overwrites: no gradient goes through them."""
+    if model.adapter.geometry.recurrent:
+        return None
     head = Encoder(model.tokenizer).bos()
     texts = [[*head, *encoded(text, model.tokenizer)] for text in fitted_texts()]
     size = min(_SENSITIVITY_TOKENS, model.context_limit)

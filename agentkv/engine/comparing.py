@@ -11,6 +11,7 @@ from agentkv.engine.calibration import divergence
 from agentkv.engine.direct import step
 from agentkv.engine.loading import LoadedModel
 from agentkv.kv.contract import SequenceKV
+from agentkv.kv.packed_states import unpacked
 from agentkv.types import Span
 
 __all__ = ["Deviation", "deviation", "distances"]
@@ -18,8 +19,8 @@ __all__ = ["Deviation", "deviation", "distances"]
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Of all keys and values of some tokens: the largest and the mean absolute difference, and the root of the summed
-    squares relative to that of the values themselves."""
+    """Of all keys and values of some tokens, and of what recurrent layers carry behind them: the largest and the mean
+    absolute difference, and the root of the summed squares relative to that of the values themselves."""
 
     largest: float
     mean: float
@@ -41,13 +42,16 @@ def deviation(stored: SequenceKV, computed: SequenceKV) -> Deviation:
 
 
 def _pairs(stored: SequenceKV, computed: SequenceKV) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for group in range(len(stored.geometry.groups)):
+    for group, of in enumerate(stored.geometry.groups):
         for mine in stored.visible(group):
             for other in computed.visible(group):
                 both: Span = mine.intersect(other)
                 if not len(both):
                     continue
                 blocks = [kv.read(group, both) for kv in (stored, computed)]
+                if of.states:
+                    yield from ((a.float(), b.float()) for a, b in zip(*(unpacked(of, b) for b in blocks), strict=True))
+                    continue
                 for sides in ("keys", "values"):
                     for a, b in zip(*(getattr(block, sides) for block in blocks), strict=True):
                         yield a.float(), b.float()

@@ -49,7 +49,7 @@ class Generation:
 class JobResult:
     """``tokens``: the generated ids; the last one has no KV yet. Times in seconds, from submission.
 
-    ``windows``: the sliding groups' keys at each resume point the prefill passed.
+    ``windows``: at each resume point the prefill passed, the sliding groups' keys and what recurrent layers carry.
     """
 
     tokens: tuple[int, ...]

@@ -17,6 +17,7 @@ from agentkv.engine.grammars import Grammars
 from agentkv.engine.packing import pack_linears
 from agentkv.errors import InvalidRequest, ModelUnavailable
 from agentkv.kv.contract import LAYOUTS, Layout
+from agentkv.kv.recurrent import layout_for
 from agentkv.models import LocalModel
 from agentkv.models.fingerprints import kv_fingerprint, session_fingerprint, tokenizer_digest
 from agentkv.settings import Settings
@@ -49,7 +50,7 @@ class LoadedModel:
 
     @property
     def forgets(self) -> bool:
-        """Whether some layers see a sliding window only."""
+        """Whether some layers see a sliding window only, or carry a state that each token overwrites."""
         return any(group.window is not None for group in self.adapter.geometry.groups)
 
     @property
@@ -95,7 +96,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
         raise ModelUnavailable(local.name, {str(local.path): str(error).splitlines()[0]}) from error
     adapter = ModelAdapter(model.to(device))
     pack_linears(model)
-    layout = make_layout(adapter.geometry, device)
+    layout = layout_for(make_layout, adapter.geometry, device)
     if adapter.switches:
         layout.rebase_at = 0  # at each eviction: the next position is then what is held, which the window bounds
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)

@@ -50,7 +50,7 @@ def find_rotations(
 ) -> tuple[tuple[Rotation | None, ...], str | None]:
     """``KVGeometry.rotations`` and ``KVGeometry.fixed`` from the same tokens at position 0 and at ``positions``."""
     known = candidates(model)
-    rotations: list[Rotation | None] = []
+    rotations: list[Rotation | None] = [None] * (max(still) + 1)
     for layer in sorted(still):
         before, after = still[layer], moved[layer]
         if not _turns(before.values, after.values, positions, _NO_TURN):
@@ -61,7 +61,7 @@ def find_rotations(
             return (), "its positions are not a rotation of the keys that agentkv knows"
         if not _turns(before.queries, after.queries, positions, found):
             return (), "its attention depends on absolute positions"
-        rotations.append(found if found.frequencies else None)
+        rotations[layer] = found if found.frequencies else None
     return tuple(rotations), None
 
 

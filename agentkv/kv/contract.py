@@ -59,7 +59,7 @@ class CapturedPart:
 class Undo:
     """What it takes to go back to ``placement``.
 
-    ``windows``: copies of the groups that forget by themselves (sliding windows). ``evicted``: what was evicted since,
+    ``windows``: copies of the sliding windows, where the layout overwrites them. ``evicted``: what was evicted since,
     in host memory; it grows while the record is a state's open one.
     """
 
@@ -181,7 +181,8 @@ class SequenceKV(ABC):
 
     @abstractmethod
     def window_snapshot(self) -> tuple[CapturedPart, ...]:
-        """Copies of the sliding groups' keys within the window before ``length`` (CPU). Empty without such groups."""
+        """Copies of what forgets by itself (CPU): sliding groups' keys within the window before ``length``, and what
+        recurrent groups carry there. Empty without such groups."""
 
     @abstractmethod
     def visible(self, group: int) -> tuple[Span, ...]:
@@ -252,7 +253,12 @@ class Layout(ABC, Generic[Meta]):
     reserves: bool = False
     """Whether a state takes the memory for all it will ever hold when it opens."""
 
+    carries: bool = False
+    """Whether it holds what recurrent layers carry: ``layout_for`` puts such a one around any other."""
+
     def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        if geometry.recurrent and not self.carries:
+            raise ValueError(f"layout {self.name!r} holds keys and values only: make it with kv.recurrent.layout_for")
         self.geometry = geometry
         self.device = device
 

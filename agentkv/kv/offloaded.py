@@ -16,13 +16,14 @@ from torch import Tensor
 from agentkv.codecs import KVBlock
 from agentkv.errors import InvalidRequest
 from agentkv.kv.attention import attend
-from agentkv.kv.contract import LAYOUTS, AttentionTraits, CapturedPart, Layout, SequenceKV, Slot, Undo
+from agentkv.kv.contract import LAYOUTS, AttentionTraits, Layout, SequenceKV, Slot
 from agentkv.kv.dynamic import DynamicLayout
 from agentkv.kv.offloaded_staging import Prefetcher
 from agentkv.kv.paged import PagedLayout
 from agentkv.kv.shares import Gathers, Share
 from agentkv.kv.stepping import joined
-from agentkv.types import KVGeometry, Placement, Span
+from agentkv.kv.wrapped import WrappedKV
+from agentkv.types import KVGeometry, Span
 
 __all__ = ["OffloadedKV", "OffloadedLayout", "OffloadedPagedLayout"]
 
@@ -153,37 +154,12 @@ class OffloadedLayout(Layout[OffloadedPlan]):
         return joined(outputs, queries.shape[1])
 
 
-class OffloadedKV(SequenceKV):
+class OffloadedKV(WrappedKV):
     """A state of the inner layout, in host memory. ``read`` gives copies on the device, ``target`` host tensors."""
 
     def __init__(self, layout: OffloadedLayout, inner: SequenceKV) -> None:
-        self.geometry = layout.geometry
-        self.inner = inner
+        super().__init__(layout.geometry, inner)
         self._layout = layout
-
-    @property
-    def length(self) -> int:
-        return self.inner.length
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self.inner.ids
-
-    @property
-    def placement(self) -> Placement:
-        return self.inner.placement
-
-    @property
-    def tokens(self) -> int:
-        return self.inner.tokens
-
-    @property
-    def next_position(self) -> int:
-        return self.inner.next_position
-
-    @property
-    def closed(self) -> bool:
-        return self.inner.closed
 
     @property
     def nbytes(self) -> int:
@@ -195,60 +171,12 @@ class OffloadedKV(SequenceKV):
         """Bytes of host memory reserved."""
         return self.inner.nbytes
 
-    def reserve(self, tokens: int) -> None:
-        self.inner.reserve(tokens)
-
-    def advance(self, ids: Sequence[int]) -> None:
-        self.inner.advance(ids)
-
-    def keep(self, spans: Sequence[Span]) -> None:
-        self.inner.keep(spans)
-
-    def skip(self, ids: Sequence[int]) -> None:
-        self.inner.skip(ids)
-
-    def crop(self, length: int) -> None:
-        self.inner.crop(length)
-
-    def undo_record(self) -> Undo:
-        return self.inner.undo_record()
-
-    def rollback(self, undo: Undo) -> None:
-        self.inner.rollback(undo)
-
-    def settle(self) -> None:
-        self.inner.settle()
-
-    def capture(self, span: Span) -> tuple[CapturedPart, ...]:
-        return self.inner.capture(span)
-
-    def window_snapshot(self) -> tuple[CapturedPart, ...]:
-        return self.inner.window_snapshot()
-
-    def visible(self, group: int) -> tuple[Span, ...]:
-        return self.inner.visible(group)
-
     def read(self, group: int, span: Span) -> KVBlock:
         block, device = self.inner.read(group, span), self._layout.device
         return KVBlock(tuple(k.to(device) for k in block.keys), tuple(v.to(device) for v in block.values))
 
-    def place(self, placement: Placement, room: int = 0) -> None:
-        self.inner.place(placement, room)
-
-    def target(self, group: int, span: Span) -> KVBlock:
-        return self.inner.target(group, span)
-
-    def restored(self, ids: Sequence[int]) -> None:
-        self.inner.restored(ids)
-
     def fork(self) -> OffloadedKV:
         return OffloadedKV(self._layout, self.inner.fork())
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def check_integrity(self) -> None:
-        self.inner.check_integrity()
 
 
 @LAYOUTS.register("offloaded:paged")

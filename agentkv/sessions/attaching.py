@@ -55,7 +55,7 @@ class Attaching:
     def __init__(
         self, repository: Repository, blobs: BlobStore, writer: ChunkWriter, executor: Executor, *, forgets: bool
     ) -> None:
-        """``forgets``: whether some of the model's layers see a sliding window only."""
+        """``forgets``: whether some of the model's layers see a sliding window only, or are recurrent."""
         self._repository = repository
         self._blobs = blobs
         self._writer = writer

@@ -3,8 +3,9 @@
     a ── b ── c ── d          a session
          └─ c'── d'           forked at b: the same chunks up to there, and on the device the same bytes
 
-No KV is copied. Where the state at that place cannot be had from what is live (a sliding window has moved on, a policy
-has evicted), the branch starts from the last resume point stored before it, and its next turn computes the rest.
+No KV is copied. Where the state at that place cannot be had from what is live (a sliding window has moved on, recurrent
+layers have gone on, a policy has evicted), the branch starts from the last resume point stored before it, and its next
+turn computes the rest.
 """
 
 from __future__ import annotations

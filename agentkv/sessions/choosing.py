@@ -57,8 +57,8 @@ def interchangeable(core: SessionCore, codec: Codec, geometry: KVGeometry) -> bo
     """Whether the session's KV may be computed although it is stored, in ``codec``.
 
     Not where the codec is lossless: how a prefill is split shows in the bits, and such a session is to go on as if it
-    had never slept. Not where a policy evicts: window keys had seen what is gone. Not with sliding layers: they store
-    one window and would compute everything.
+    had never slept. Not where a policy evicts: window keys had seen what is gone. Not with sliding or recurrent
+    layers: they store what is needed to go on at some places, and would compute everything.
     """
     full = all(group.window is None for group in geometry.groups)
     return full and not codec.exact and not core.evicts

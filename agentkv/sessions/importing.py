@@ -371,5 +371,6 @@ def _chunk_limit(geometry: KVGeometry) -> int:
 
 def _fit_limit(geometry: KVGeometry) -> int:
     """Bytes of a fit: a square matrix of bfloat16 for each bundle of heads, their keys and values side by side."""
-    widths = [(g.kv_heads * (g.key_dim + g.value_dim), g.key_dim + g.value_dim, len(g.layers)) for g in geometry.groups]
+    groups = geometry.attention.groups
+    widths = [(g.kv_heads * (g.key_dim + g.value_dim), g.key_dim + g.value_dim, len(g.layers)) for g in groups]
     return 2**20 + sum(2 * layers * width * max(_WIDEST, head) for width, head, layers in widths)

@@ -16,9 +16,9 @@ with the lossy codec, from live KV that never went through one, in place of the 
 A token is encoded with loss once, whatever follows; the first 16 (attention sinks), sliding windows, and what a live
 layout holds with loss already are always stored as they are.
 
-Full groups are stored for every token that is held. Sliding groups only where a chunk overlaps the window before a
-resume point; what overlaps several windows is stored once, from the latest. What a policy evicted is not stored any
-more: chunks end at its borders, and where positions jump.
+Full groups are stored for every token that is held. Sliding groups (and recurrent ones, whose state is a window of one
+token) only where a chunk overlaps the window before a resume point; what overlaps several windows is stored once, from
+the latest. What a policy evicted is not stored any more: chunks end at its borders, and where positions jump.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> Encode
             "codec": codec.name,
             "ancestors": meta.ancestors,
             "dtype": meta.geometry.dtype,
-            "groups": _group_entries(meta.geometry),
+            "groups": tuple(GroupEntry.of(group) for group in meta.geometry.groups),
             "start": meta.span.start,
             "stop": meta.span.stop,
             "position_base": meta.position_base,
@@ -133,7 +133,9 @@ def encode_chunk(meta: ChunkMeta, parts: Sequence[Part], codec: Codec) -> Encode
 
 def pack_chunk(header: ChunkHeader, payload: Sequence[Buffer]) -> EncodedChunk:
     """The file of a header and its parts, as they are encoded already: they are not looked at."""
-    text = json.dumps(header.model_dump(), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(
+        header.model_dump(exclude_defaults=True), sort_keys=True, separators=(",", ":"), allow_nan=False
+    ).encode()
     if len(text) > _HEADER_LIMIT or _values(text) > _MOST_VALUES:
         raise ValueError(
             f"a chunk header of {len(text):,} bytes and up to {_values(text):,} values is over the limits of "
@@ -287,13 +289,6 @@ def _header_text(view: memoryview, name: str) -> tuple[bytes, bytes]:
 def _values(text: bytes) -> int:
     """At least as many as there are in a text of JSON."""
     return sum(map(text.count, (b",", b"[", b"{")))
-
-
-def _group_entries(geometry: KVGeometry) -> tuple[GroupEntry, ...]:
-    return tuple(
-        GroupEntry(layers=g.layers, window=g.window, kv_heads=g.kv_heads, key_dim=g.key_dim, value_dim=g.value_dim)
-        for g in geometry.groups
-    )
 
 
 def _mismatch(geometry: KVGeometry, group: int, tokens: int, block: KVBlock) -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from agentkv.storage.naming import NAME_DIGITS
-from agentkv.types import KVGeometry, LayerGroup, Span
+from agentkv.types import KVGeometry, LayerGroup, Span, StateShape
 
 __all__ = ["FORMAT", "MAX_CHUNK_TOKENS", "ChunkHeader", "ChunkMeta", "GroupEntry", "PartEntry"]
 
@@ -53,14 +53,37 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class StateEntry(_Strict):
+    """One ``types.StateShape``."""
+
+    kind: Literal["conv", "recurrent"]
+    number: _Small
+    shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(max_length=8)]
+    dtype: Literal["bfloat16", "float16", "float32", "float64"]
+
+
 class GroupEntry(_Strict):
-    """One ``types.LayerGroup``."""
+    """One ``types.LayerGroup``. ``states`` is left out of the file where there are none."""
 
     layers: Annotated[tuple[_Small, ...], Field(min_length=1, max_length=4096)]
     window: Annotated[int, Field(ge=1, lt=2**53)] | None
     kv_heads: Annotated[int, Field(ge=1, lt=2**16)]
     key_dim: Annotated[int, Field(ge=1, lt=2**16)]
     value_dim: Annotated[int, Field(ge=1, lt=2**16)]
+    states: Annotated[tuple[StateEntry, ...], Field(max_length=64)] = ()
+
+    @classmethod
+    def of(cls, group: LayerGroup) -> Self:
+        """The entry of a group."""
+        fields = ("layers", "window", "kv_heads", "key_dim", "value_dim")
+        states = tuple(state._asdict() for state in group.states)
+        return cls.model_validate({**{name: getattr(group, name) for name in fields}, "states": states})
+
+    @property
+    def group(self) -> LayerGroup:
+        """The group."""
+        states = tuple(StateShape(s.kind, s.number, s.shape, s.dtype) for s in self.states)
+        return LayerGroup(self.layers, self.window, self.kv_heads, self.key_dim, self.value_dim, states)
 
 
 class PartEntry(_Strict):
@@ -130,8 +153,7 @@ class ChunkHeader(_Strict):
     @property
     def geometry(self) -> KVGeometry:
         """Shapes of the model's KV, as the writer knew them."""
-        groups = tuple(LayerGroup(g.layers, g.window, g.kv_heads, g.key_dim, g.value_dim) for g in self.groups)
-        return KVGeometry(groups, self.dtype)
+        return KVGeometry(tuple(entry.group for entry in self.groups), self.dtype)
 
     @property
     def token_ids(self) -> bytes:

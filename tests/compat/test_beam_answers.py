@@ -30,7 +30,14 @@ def reference(theirs: Any, ids: list[int], tokens: int, end: int | None, **optio
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("llama", "dynamic"), ("llama", "paged"), ("gemma3", "dynamic"), ("gpt_neox", "static")]
+    ("family", "layout"),
+    [
+        ("llama", "dynamic"),
+        ("llama", "paged"),
+        ("gemma3", "dynamic"),
+        ("gpt_neox", "static"),
+        ("falcon_h1", "dynamic"),
+    ],
 )
 async def test_the_answer_is_transformers_answer(tmp_path: Path, models: Path, family: str, layout: str) -> None:
     model = model_folder(models, family)

@@ -10,19 +10,21 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from driving import CPU, Gate, Hooked, adapted, generating, prompt, running
+from driving import CPU, Gate, Hooked, adapted, generating, prompt, running, zero_states
 from families import FAMILIES, VOCAB, Family, family
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentkv.engine.adapter import ModelAdapter, StepInput
-from agentkv.kv.contract import Layout
-from agentkv.kv.dynamic import DynamicKV, DynamicLayout
+from agentkv.kv.contract import Layout, SequenceKV
+from agentkv.kv.dynamic import DynamicLayout
+from agentkv.kv.packed_states import unpacked
 
 TOLERANCE = 1e-3
 """Largest difference of a logit; their standard deviation is about 1, float32 noise here below 2e-5."""
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+each_recurrent = pytest.mark.parametrize("family", [f for f in FAMILIES if f.states], ids=lambda f: f.name)
 
 
 @dataclass
@@ -84,7 +86,9 @@ async def test_alone_the_engine_equals_generate(family: Family) -> None:
 @each_family
 def test_the_layer_groups_are_those_of_the_family(family: Family) -> None:
     adapter = adapted(family)
-    assert {group.window for group in adapter.geometry.groups} == set(family.windows)
+    assert {group.window for group in adapter.geometry.attention.groups} == set(family.windows)
+    recurrent = [adapter.geometry.groups[index] for index in adapter.geometry.recurrent]
+    assert {state.kind for group in recurrent for state in group.states} == set(family.states)
     assert adapter.vocab_size == VOCAB
     assert adapter.context_limit == family.limit
 
@@ -173,8 +177,26 @@ async def test_windows_at_resume_points_are_the_keys_transformers_caches(family:
                 torch.testing.assert_close(ours[:, -kept:], theirs[:, -kept:], atol=1e-4, rtol=0)
 
 
-def reverse_keys(kv: DynamicKV) -> None:
-    for index in range(len(kv.geometry.groups)):
+@each_recurrent
+async def test_states_at_resume_points_are_those_transformers_caches(family: Family) -> None:
+    ids = prompt(45)
+    async with running(adapted(family)) as (engine, layout):
+        job, _ = generating(layout.open(), ids, 4, piece=7, resume_points=(1, 5, 30))
+        await engine.submit(job).finished()
+    reference = family.build()
+    for point in (1, 5, 30):
+        held = reference(torch.tensor([ids[:point]]), use_cache=True, return_dict=True).past_key_values.layers
+        (part,) = job.windows[point]
+        group = layout.geometry.groups[part.group]
+        assert part.span == (point - 1, point)
+        kinds = {"conv": "conv_states", "recurrent": "recurrent_states"}
+        theirs = [getattr(held[n], kinds[s.kind])[s.number] for n in group.layers for s in group.states]
+        for ours, other in zip(unpacked(group, part.block), theirs, strict=True):
+            torch.testing.assert_close(ours, other, atol=1e-4, rtol=0)
+
+
+def reverse_keys(kv: SequenceKV) -> None:
+    for index in range(len(kv.geometry.attention.groups)):
         for run in kv.visible(index):
             for keys in kv.read(index, run).keys:
                 keys.copy_(keys.flip(1))
@@ -189,7 +211,7 @@ class OffByOne(ModelAdapter):
         return super().run(step, layout, meta)
 
 
-async def passes(family: Family, adapter: ModelAdapter, damage: Callable[[DynamicKV], None] | None = None) -> bool:
+async def passes(family: Family, adapter: ModelAdapter, damage: Callable[[SequenceKV], None] | None = None) -> bool:
     """Whether a lone session passes the comparison, and by a wide margin in logits where it does not."""
     ids = prompt(45)
     expected = by_transformers(family.build(), ids, 8)
@@ -211,7 +233,13 @@ async def test_control_reversed_keys_do_not_pass(family: Family) -> None:
     assert not await passes(family, adapted(family), reverse_keys)
 
 
-@each_family
+@each_recurrent
+async def test_control_a_state_that_is_not_carried_does_not_pass(family: Family) -> None:
+    for kind in family.states:
+        assert not await passes(family, adapted(family), lambda kv, kind=kind: zero_states(kv, kind)), kind
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.learned_positions or any(f.turns)], ids=lambda f: f.name)
 async def test_control_positions_off_by_one_do_not_pass(family: Family) -> None:
     assert not await passes(family, OffByOne(family.build()))
 

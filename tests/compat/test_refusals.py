@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from driving import adapted
 from families import VOCAB, family
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
-    BambaConfig,
     BloomConfig,
+    Cache,
     DeepseekV3Config,
     FalconConfig,
-    FalconH1Config,
     Gemma3TextConfig,
     GraniteMoeHybridConfig,
-    Lfm2Config,
+    JambaConfig,
+    Mamba2Config,
     MambaConfig,
     MiniMaxConfig,
     MptConfig,
@@ -25,6 +27,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -34,6 +37,7 @@ from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
 from agentkv.engine.adapter import ModelAdapter, StepInput
 from agentkv.errors import InvalidRequest, Unsupported
+from agentkv.kv.recurrent import StateKey
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -68,12 +72,23 @@ def mamba() -> PreTrainedConfig:
     return MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
 
 
-def falcon_h1() -> PreTrainedConfig:
-    return FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)
+def mamba2() -> PreTrainedConfig:
+    return Mamba2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=1
+    )
 
 
-def qwen3_next() -> PreTrainedConfig:
+def qwen3_next_without_attention() -> PreTrainedConfig:
     return Qwen3NextConfig(**SIZES, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16)
+
+
+def jamba() -> PreTrainedConfig:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    return JambaConfig(**sizes, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8)
+
+
+def recurrent_gemma() -> PreTrainedConfig:
+    return RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 3}, lru_width=32)
 
 
 def llama4() -> PreTrainedConfig:
@@ -114,25 +129,11 @@ def bidirectional() -> PreTrainedConfig:
     return Gemma3TextConfig(**SIZES, use_bidirectional_attention=True)
 
 
-def bamba() -> PreTrainedConfig:
-    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
-    return BambaConfig(**sizes, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, attn_layer_indices=[1])
-
-
 def granite_hybrid(*layer_types: str) -> PreTrainedConfig:
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     return GraniteMoeHybridConfig(
         **sizes, layer_types=list(layer_types), mamba_n_heads=4, mamba_d_head=16, num_local_experts=0
     )
-
-
-def granite_with_mamba() -> PreTrainedConfig:
-    return granite_hybrid("mamba", "attention")
-
-
-def lfm2() -> PreTrainedConfig:
-    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
-    return Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
 
 
 def minimax() -> PreTrainedConfig:
@@ -150,12 +151,11 @@ def masked_window() -> PreTrainedConfig:
         (mpt, "ALiBi"),
         (falcon, "ALiBi"),
         (mamba, "recurrent state"),
-        (falcon_h1, "recurrent state"),
-        (qwen3_next, "recurrent state"),
-        (bamba, "recurrent state"),
-        (granite_with_mamba, "recurrent state"),
-        (lfm2, "layer type conv"),
-        (minimax, "layer type linear_attention"),
+        (mamba2, "recurrent state"),
+        (qwen3_next_without_attention, "recurrent state"),
+        (jamba, "recurrent state"),
+        (minimax, "recurrent state"),
+        (recurrent_gemma, "recurrent_gemma layers [0, 1]"),
         (masked_window, "phimoe layer 0"),
         (llama4, "layer type chunked_attention"),
         (gemma3n, "Gemma3nTextAttention of layer 2"),
@@ -176,6 +176,36 @@ def test_longrope_that_does_not_say_where_it_changes_is_refused_by_name() -> Non
     model = family("phi3_longrope").build()
     del model.config.rope_parameters["original_max_position_embeddings"]
     with pytest.raises(Unsupported, match="rope type 'longrope' is not supported: its configuration does not say"):
+        ModelAdapter(model)
+
+
+def test_a_transformers_that_hands_states_out_in_another_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Cache, "get_recurrent_state")
+    with pytest.raises(Unsupported, match=r"recurrent state is not supported: transformers .* install 5.24 or later"):
+        adapted(family("falcon_h1"))
+    adapted(family("llama"))
+
+
+@pytest.mark.parametrize("forgetful", ["conv", "recurrent"])
+def test_layers_that_do_not_take_up_what_they_carried_are_refused(forgetful: str) -> None:
+    model = family("falcon_h1").build()
+
+    class Forgetful(torch.nn.Module):
+        """A mixer that starts anew at each row of several tokens, as Jamba's does with its recurrent state."""
+
+        def __init__(self, mixer: torch.nn.Module) -> None:
+            super().__init__()
+            self.mixer, self.layer_idx = mixer, mixer.layer_idx
+
+        def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+            if hidden_states.shape[1] > 1:
+                key = StateKey(self.layer_idx, forgetful, 0)
+                cache.carried.before = {k: t for k, t in cache.carried.before.items() if k != key}
+            return self.mixer(hidden_states, cache=cache, **kwargs)
+
+    ModelAdapter(model)
+    model.model.layers[1].mamba = Forgetful(model.model.layers[1].mamba)
+    with pytest.raises(Unsupported, match="falcon_h1 does not take it up where a row is longer than one token"):
         ModelAdapter(model)
 
 

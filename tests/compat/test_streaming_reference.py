@@ -53,7 +53,7 @@ ROUTED = ("gpt_oss", "qwen3_moe")
 """Where a bit differs their routers take another expert: no noise of bf16 to measure."""
 FROZEN = ("phi3_longrope", "llama_dynamic")
 """Whose frequencies stay what they are up to a position only."""
-MOVABLE = [f for f in FAMILIES if not f.learned_positions and f.name not in FROZEN]
+MOVABLE = [f for f in FAMILIES if f.movable and f.name not in FROZEN]
 
 
 def _each(*now: str, leave_out: Sequence[str] = ()) -> list[Any]:

@@ -114,8 +114,8 @@ def test_a_restore_is_the_state_itself(model: LoadedModel) -> None:
             assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "glm", "smollm3", "gemma4"])
-def test_sliding_layers_stay_exact_and_every_rotation_is_understood(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "glm", "smollm3", "gemma4", "qwen3_next"])
+def test_sliding_and_recurrent_layers_stay_exact_and_every_rotation_is_understood(tmp_path: Path, name: str) -> None:
     tiny = loaded(model_folder(tmp_path, name))
     ids = [(7 * i * i + 3 * i + 1) % 131 for i in range(500)]
     scorer = Scorer(tiny, ids[:450], ids[450:])
@@ -124,6 +124,8 @@ def test_sliding_layers_stay_exact_and_every_rotation_is_understood(tmp_path: Pa
     assert kl["exact"] == 0
     assert 0 < kl["int8"] < 0.02
     assert kl["int8"] < kl["int4"]
+    live = scorer.measure_layout("quantized:int8")
+    assert live is not None and 0 < live.mean_kl < 0.02
 
 
 def test_the_divergence_is_that_of_float64() -> None:

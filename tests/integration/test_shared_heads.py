@@ -67,6 +67,7 @@ def attached(reply: Reply, pinned: int, source: str = "disk") -> None:
         ("mistral", "full", LONG),
         ("gpt_neox", "sliding:200", LONG),
         ("gpt2", "full", LONG),
+        ("qwen3_next", "full", VERY_LONG),
         *(
             pytest.param(family, policy, system, marks=pytest.mark.full)
             for family in ("gemma2", "gpt_oss", "glm", "cohere2", "smollm3", "qwen2")

@@ -25,7 +25,7 @@ from agentkv.storage.chunkfile import (
     read_header,
 )
 from agentkv.storage.host import HostTier
-from agentkv.types import KVGeometry, LayerGroup, Span
+from agentkv.types import KVGeometry, LayerGroup, Span, StateShape
 
 FULL = LayerGroup((0, 2), None, 2, 32, 48)
 SLIDING = LayerGroup((1,), 6, 1, 32, 32)
@@ -133,6 +133,20 @@ def test_a_sliding_group_may_be_absent_or_in_pieces() -> None:
     pieces = [whole, Part(1, Span(8, 10), kv(SLIDING, 2)), Part(1, Span(14, 20), kv(SLIDING, 6))]
     split = encode_chunk(meta(), pieces, CODECS.get("raw"))
     assert len(use(split.tobytes(), split.id)) == 3
+
+
+def test_what_recurrent_layers_carry_is_part_of_the_geometry_and_absent_where_there_is_none() -> None:
+    states = (StateShape("conv", 0, (7, 3), "bfloat16"), StateShape("recurrent", 0, (2, 5, 5), "float32"))
+    group = LayerGroup.recurrent((1, 3), states, itemsize=2)
+    geometry = KVGeometry((FULL, group), "bfloat16")
+    parts = [Part(0, SPAN, kv(FULL, len(SPAN))), Part(1, Span(19, 20), kv(group, 1))]
+    written = encode_chunk(meta(geometry=geometry), parts, CODECS.get("exact"))
+    header = read_header(written.tobytes(), written.id)
+    assert header.geometry == geometry
+    assert b'"states"' not in chunk().tobytes()
+    other = replace(group, states=(states[0]._replace(shape=(3, 7)), states[1]))
+    for another in (GEOMETRY, replace(geometry, groups=(FULL, other)), replace(geometry, groups=(FULL,))):
+        assert fault(written.tobytes(), written.id, geometry=another) == "geometry"
 
 
 def test_every_flipped_byte_is_noticed() -> None:

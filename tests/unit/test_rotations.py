@@ -17,11 +17,12 @@ from agentkv.engine.rotations import Projections, candidates, deviation, find_ro
 from agentkv.rope import Rotation, rotate
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
-each_movable = pytest.mark.parametrize("family", [f for f in FAMILIES if not f.learned_positions], ids=lambda f: f.name)
+each_movable = pytest.mark.parametrize("family", [f for f in FAMILIES if f.movable], ids=lambda f: f.name)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 UNKNOWN = "its positions are not a rotation of the keys that agentkv knows"
 ABSOLUTE = "its attention depends on absolute positions"
+RECURRENT = "its recurrent layers have seen every token and can forget none"
 LEARNED = "it has learned positions, added to its hidden states"
 
 SIZES = {
@@ -49,9 +50,9 @@ def test_each_family_has_the_rotation_that_its_layers_apply(family: Family, dtyp
         assert geometry.fixed == LEARNED
         assert geometry.rotations == ()
         return
-    assert geometry.fixed is None
+    assert geometry.fixed == (RECURRENT if family.states else None)
     assert [2 * len(r.frequencies) if r else 0 for r in geometry.rotations] == list(family.turns)
-    assert {r.interleaved for r in geometry.rotations if r} == {family.interleaved}
+    assert {r.interleaved for r in geometry.rotations if r} == ({family.interleaved} if any(family.turns) else set())
     assert all(r.frequencies[0] > r.frequencies[-1] >= 0 for r in geometry.rotations if r)
 
 
