@@ -194,6 +194,7 @@ class Tiers:
         tokens = kv.length
         reason = None
         if restored.fault is not None:
+            self._note_discarded()
             reason = f"{restored.fault.reason}: chunk {restored.fault.chunk_id}: {restored.fault.detail}"
             try:
                 # What is stored behind the state that came back would not fit what is computed anew.
@@ -372,6 +373,12 @@ class Tiers:
         for name in core.held:
             self.host.release(name)
         core.held = {}
+
+    def _note_discarded(self) -> None:
+        """Chunks that turned out to be altered left host memory, whoever wanted them there: forks share theirs."""
+        for core in self._cores():
+            for name in [name for name in core.held if name not in self.host]:
+                del core.held[name]
 
     async def stored_bytes(self, manifest: Manifest) -> int:
         """Bytes on disk of a manifest's chunks."""

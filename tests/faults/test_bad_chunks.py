@@ -339,3 +339,30 @@ async def test_another_tokenizer_is_refused_and_another_template_is_not(tmp_path
         reply = await (await kv.sessions.get(session.id)).send("And in Paris?", max_tokens=5)
         assert reply.restore.source == "disk", "a template fix must not discard KV"
         assert reply.restore.reason is None
+
+
+async def test_a_bad_chunk_in_host_memory_is_given_up_by_all_who_share_it(tmp_path: Path) -> None:
+    """A fork finds it; the session that wants it there has no claim to it any more, and both say what they would."""
+    model = model_folder(tmp_path, "llama")
+    asked = INPUTS["first"]
+    async with opened(tmp_path / "twin", model) as kv:
+        twin = [reply.ids for reply in await said(await kv.sessions.create(), [*asked, NEXT], TOKENS)]
+    async with opened(tmp_path / "home", model) as kv:
+        session = await kv.sessions.create()
+        await said(session, asked, TOKENS)
+        await session.suspend()
+        fork = await session.fork()
+        for file in sorted((tmp_path / "home" / "blobs").glob("??/*")):
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 0x10
+            file.write_bytes(data)
+        core, host = session._core, kv.sessions.tiers.host
+        await kv.sessions.tiers._hold(core)
+        assert core.held.keys() == set(host._entries) != set(), "the control: its chunks are there, spoilt"
+        for each in (fork, session):
+            (reply,) = await said(each, [NEXT], TOKENS)
+            assert reply.ids == twin[-1]
+            assert (reply.restore.reason or "").startswith(("checksum", "missing"))
+            held = {name for one in kv.sessions.cores() for name in one.held}
+            assert held == set(host._entries)
+        await check_home(kv)
