@@ -7,14 +7,17 @@ AgentKVError
 │   ├── TemplateError           the chat template refused these messages
 │   └── Unsupported             a model or feature that is refused by name
 ├── NotFound                    (also a LookupError)
+│   ├── KeyNotFound
 │   ├── SessionNotFound
 │   └── ModelNotFound
 ├── SessionBusy                 another turn is running on this session
 ├── CapacityExceeded            no memory for this turn, even after demoting idle sessions
+├── LimitExceeded               a key may not have, or do, that much
 ├── HomeLocked                  another process owns this home folder
 ├── ModelUnavailable            no source could deliver the model
 ├── StorageError
 │   ├── StorageFull             disk full, read-only, or budget reached
+│   │   └── QuotaReached        what one key may have on disk
 │   ├── WrongKey                the blob store and the encryption key do not belong together
 │   └── ChunkFault              one stored chunk cannot be used (missing, altered, foreign …)
 ├── DatabaseUnavailable         the database stayed locked or unreachable after bounded retries
@@ -37,9 +40,12 @@ __all__ = [
     "HomeLocked",
     "ImportRefused",
     "InvalidRequest",
+    "KeyNotFound",
+    "LimitExceeded",
     "ModelNotFound",
     "ModelUnavailable",
     "NotFound",
+    "QuotaReached",
     "SessionBusy",
     "SessionNotFound",
     "StorageError",
@@ -117,6 +123,14 @@ class SessionNotFound(NotFound):
         self.session_id = session_id
 
 
+class KeyNotFound(NotFound):
+    """No key has that id or name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no key {name!r}; `agentkv keys list` shows those that exist")
+        self.name = name
+
+
 class ModelNotFound(NotFound):
     """Neither a catalogue name, nor a local folder, nor a Hugging Face id."""
 
@@ -142,6 +156,16 @@ class CapacityExceeded(AgentKVError):
         self.needed = needed
         self.available = available
         self.budget = budget
+        self.retry_after = retry_after
+
+
+class LimitExceeded(AgentKVError):
+    """What a key allows is used up: ``used`` of ``limit``. Retry after ``retry_after`` seconds, where time helps."""
+
+    def __init__(self, message: str, *, limit: int, used: int, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.used = used
         self.retry_after = retry_after
 
 
@@ -172,6 +196,19 @@ class StorageError(AgentKVError):
 
 class StorageFull(StorageError):
     """Disk full, read-only, or a byte budget reached. Sessions stay usable; nothing is half-written."""
+
+
+class QuotaReached(StorageFull):
+    """A key's sessions have ``used`` of ``limit`` bytes on disk, and ``needed`` more do not fit. The disk is well."""
+
+    def __init__(self, name: str, *, limit: int, used: int, needed: int) -> None:
+        super().__init__(
+            f"key {name!r} may have {limit:,} bytes of stored KV (max_disk), has {used:,} and needs {needed:,} more: "
+            f"delete sessions of it"
+        )
+        self.limit = limit
+        self.used = used
+        self.needed = needed
 
 
 class WrongKey(StorageError):

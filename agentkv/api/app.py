@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import ipaddress
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from urllib.parse import urlsplit
+from typing import Any
 
 from aiohttp import web
 
 from agentkv.api.anonymous import expiring
-from agentkv.api.calls import KV, SERVER, TENANT, Route, Tenant, answered
-from agentkv.api.errors import Forbidden, error_answers
+from agentkv.api.auth import GUARD, Guard, guarded, tenant_of
+from agentkv.api.calls import KV, SERVER, STOPPING, answered, route_of
+from agentkv.api.errors import Overloaded, error_answers
 from agentkv.api.openapi import DOCUMENT, document
+from agentkv.api.origins import cross_origin, grant
 from agentkv.api.routes import ROUTES
 from agentkv.api.settings import ServerSettings
 from agentkv.sessions.runtime import AgentKV
 
-__all__ = ["is_loopback", "make_app"]
+__all__ = ["make_app"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -25,60 +27,51 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     """An application over an open runtime, which it does not close."""
     app = web.Application(
-        middlewares=[cross_origin, error_answers, tenant_of],
+        middlewares=[cross_origin, error_answers, Bound(server.max_streams).middleware, tenant_of],
         client_max_size=server.max_body,
         handler_args={"auto_decompress": False},
     )
     app[KV] = kv
     app[SERVER] = server
     app[DOCUMENT] = document(ROUTES)
+    app[STOPPING] = asyncio.Event()
+    app[GUARD] = Guard(kv.sessions.repository)
+    app.on_startup.append(guarded)
+    app.on_response_prepare.append(grant)
+    app.on_shutdown.append(_stopping)
     app.cleanup_ctx.append(expiring)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, partial(answered, route))
     return app
 
 
-def route_of(request: web.Request) -> Route | None:
-    """The table's line that this request goes to."""
-    handler = getattr(request.match_info, "handler", None)
-    return handler.args[0] if isinstance(handler, partial) else None
+async def _stopping(app: web.Application) -> None:
+    """Whoever only watches is let go; turns have their time."""
+    app[STOPPING].set()
 
 
-@web.middleware
-async def cross_origin(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Web pages may call where the settings name their origin; a browser that comes from elsewhere is refused, since
-    a server on loopback may have no other guard."""
-    origin = request.headers.get("Origin")
-    if origin is None:
-        return await handler(request)
-    allowed = request.app[SERVER].cors_origins
-    if origin not in allowed and "*" not in allowed and urlsplit(origin).netloc != request.headers.get("Host"):
-        request = request.clone()
-        return await error_answers(request, _forbidden)
-    granted = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
-    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
-        granted["Access-Control-Allow-Methods"] = request.headers["Access-Control-Request-Method"]
-        granted["Access-Control-Allow-Headers"] = request.headers.get("Access-Control-Request-Headers", "")
-        granted["Access-Control-Max-Age"] = "600"
-        return web.Response(status=204, headers=granted)
-    request["agentkv.cors"] = granted
-    return await handler(request)
+class Bound:
+    """Counts requests in progress, but for what anybody may always ask."""
 
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._running = 0
 
-async def _forbidden(request: web.Request) -> web.StreamResponse:
-    raise Forbidden("this origin may not call: name it in cors_origins (AGENTKV_SERVER_CORS_ORIGINS)")
+    @property
+    def middleware(self) -> Any:
+        """As aiohttp wants it."""
 
+        @web.middleware
+        async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            route = route_of(request)
+            if route is None or route.scope == "open":
+                return await handler(request)
+            if self._running >= self._most:
+                raise Overloaded(self._most)
+            self._running += 1
+            try:
+                return await handler(request)
+            finally:
+                self._running -= 1
 
-@web.middleware
-async def tenant_of(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Find out whose call it is."""
-    request[TENANT] = Tenant()
-    return await handler(request)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody else's machine can reach it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return bounded

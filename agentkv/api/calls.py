@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from aiohttp import web
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions
     from agentkv.sessions.runtime import AgentKV
 
-__all__ = ["KV", "SERVER", "TENANT", "Call", "Route", "Routes", "Tenant", "adapter"]
+__all__ = ["KV", "SERVER", "STOPPING", "TENANT", "Call", "Route", "Routes", "Tenant", "adapter", "answered", "route_of"]
 
 KV: web.AppKey[AgentKV] = web.AppKey("kv")
+STOPPING = web.AppKey("stopping", asyncio.Event)
 SERVER = web.AppKey("server", ServerSettings)
 TENANT = "agentkv.tenant"
 
@@ -137,11 +138,17 @@ class Call:
     @property
     def sessions(self) -> Sessions:
         """The tenant's sessions."""
-        return self.kv.sessions
+        return self.kv.tenant(self.tenant.name)
 
     def path(self, name: str) -> str:
         """A part of the path."""
         return self.request.match_info[name]
+
+
+def route_of(request: web.Request) -> Route | None:
+    """The table's line that this request goes to."""
+    handler = getattr(request.match_info, "handler", None)
+    return handler.args[0] if isinstance(handler, partial) else None
 
 
 @cache

@@ -19,6 +19,7 @@ __all__ = [
     "ErrorDetail",
     "Forbidden",
     "NotJSON",
+    "Overloaded",
     "Refusal",
     "Unauthorized",
     "envelope",
@@ -82,6 +83,15 @@ class Forbidden(Refusal):
     status, type, code = 403, "permission_error", "forbidden"
 
 
+class Overloaded(Refusal):
+    """As many requests as the server takes at once are in progress."""
+
+    status, type, code = 503, "server_error", "overloaded"
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"{most:,} requests are in progress, as many as this server takes at once; come again soon")
+
+
 _KINDS: tuple[tuple[type[BaseException], int, str, str], ...] = (
     (errors.ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.ImportRefused, 400, "invalid_request_error", "import_refused"),
@@ -91,6 +101,8 @@ _KINDS: tuple[tuple[type[BaseException], int, str, str], ...] = (
     (errors.SessionNotFound, 404, "invalid_request_error", "session_not_found"),
     (errors.NotFound, 404, "invalid_request_error", "not_found"),
     (errors.SessionBusy, 409, "conflict_error", "session_busy"),
+    (errors.LimitExceeded, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.QuotaReached, 429, "rate_limit_error", "quota_reached"),
     (errors.CapacityExceeded, 503, "server_error", "capacity_exceeded"),
     (errors.StorageFull, 503, "server_error", "storage_full"),
     (errors.DatabaseUnavailable, 503, "server_error", "database_unavailable"),

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from agentkv.api.app import is_loopback, make_app
+from agentkv.api.app import make_app
+from agentkv.api.origins import is_loopback
 from agentkv.api.settings import ServerSettings
 from agentkv.errors import InvalidRequest
 from agentkv.logs import Log
@@ -27,18 +28,13 @@ async def serve(settings: Settings, server: ServerSettings, *, ready: Callable[[
     ``ready`` gets the URL once requests are answered. Raises what opening the runtime raises, and ``InvalidRequest``
     where the address cannot be listened on.
     """
-    if not is_loopback(server.host):
-        raise InvalidRequest(
-            f"host {server.host} can be reached from other machines and there is no key: make one with "
-            "`agentkv keys create NAME`, or listen on 127.0.0.1",
-            param="host",
-        )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
         async with AgentKV(settings) as kv:
+            await _check_host(kv, server)
             runner = web.AppRunner(
                 make_app(kv, server),
                 handler_cancellation=True,
@@ -65,6 +61,16 @@ async def serve(settings: Settings, server: ServerSettings, *, ready: Callable[[
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):
                 loop.remove_signal_handler(number)
+
+
+async def _check_host(kv: AgentKV, server: ServerSettings) -> None:
+    if is_loopback(server.host) or any(key.revoked_at is None for key in await kv.sessions.repository.keys()):
+        return
+    raise InvalidRequest(
+        f"host {server.host} can be reached from other machines and there is no key: make one with "
+        "`agentkv keys create NAME`, or listen on 127.0.0.1",
+        param="host",
+    )
 
 
 def _url(runner: web.AppRunner, host: str) -> str:

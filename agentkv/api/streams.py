@@ -15,7 +15,7 @@ from agentkv.api.calls import Call
 from agentkv.api.errors import envelope
 from agentkv.logs import Log, fault
 
-__all__ = ["ServerEvent", "stream_answer"]
+__all__ = ["ServerEvent", "stream_answer", "until"]
 
 log = Log(__name__)
 
@@ -113,6 +113,25 @@ async def stream_answer(
         finally:
             await opening.cancel()
         return response
+
+
+async def until(ended: asyncio.Event, events: AsyncIterator[E]) -> AsyncGenerator[E]:
+    """``events``, until ``ended`` is set."""
+    ending = asyncio.create_task(ended.wait())
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(events))
+            try:
+                await asyncio.wait({following, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    return
+                yield following.result()
+            except StopAsyncIteration:
+                return
+            finally:
+                following.cancel()
+    finally:
+        ending.cancel()
 
 
 def _failed(error: BaseException) -> Iterable[ServerEvent]:

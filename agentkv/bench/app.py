@@ -134,3 +134,21 @@ def agents(
         ),
         as_json,
     )
+
+
+@app.command()
+def http(
+    turns: Annotated[int, typer.Option(help="Turns on each side.")] = 20,
+    tokens: Annotated[int, typer.Option(help="Tokens that each turn generates.")] = 48,
+    busy: Annotated[int, typer.Option(help="Other conversations that generate meanwhile.")] = 2,
+    model: Model = "smollm2-135m",
+    home: Home = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and KV.")] = "bfloat16",
+    threads: Threads = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """What HTTP adds to the first token and to each later one, the client in another process, the model busy."""
+    from agentkv.bench.http import bench_http
+
+    _run(bench_http(turns, tokens, busy, model, home, dtype, threads, quick), as_json)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentkv.cli.display import age, out_console, print_json
-from agentkv.cli.options import AsJson, HomeFolder, settings_from
+from agentkv.cli.options import AsJson, HomeFolder, Tenant, settings_from
 from agentkv.errors import SessionNotFound
 
 if TYPE_CHECKING:
@@ -21,10 +21,11 @@ __all__ = ["tree", "trees"]
 def tree(
     session_id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only the tree that it is in.")] = None,
     home: HomeFolder = None,
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """Which session was forked from which, and where."""
-    roots = asyncio.run(trees(settings_from(home=home), session_id))
+    roots = asyncio.run(trees(settings_from(home=home), session_id, tenant))
     if as_json:
         print_json({"trees": roots})
         return
@@ -48,7 +49,7 @@ def tree(
         console.print("no sessions")
 
 
-async def trees(settings: Settings, session_id: str | None) -> list[dict[str, Any]]:
+async def trees(settings: Settings, session_id: str | None, tenant: str = "default") -> list[dict[str, Any]]:
     """Roots with their forks below them, oldest first. A fork whose parent is deleted is a root."""
     from agentkv.cli.stored import is_empty, stored_home
 
@@ -56,8 +57,10 @@ async def trees(settings: Settings, session_id: str | None) -> list[dict[str, An
     if not is_empty(settings):
         async with stored_home(settings) as home:
             if session_id is not None:
-                await home.repository.get_session(session_id)
-            while page := await home.repository.list_sessions(limit=500, before=records[-1].id if records else None):
+                await home.repository.get_session(session_id, tenant)
+            before = None
+            while page := await home.repository.list_sessions(tenant, None, 500, before):
+                before = page[-1].id
                 records += page
     elif session_id is not None:
         raise SessionNotFound(session_id)

@@ -11,7 +11,7 @@ import typer.core
 
 from agentkv import __version__
 from agentkv.bench.app import app as bench
-from agentkv.cli import advise, calibrate, chat, demo, doctor, models, serve, sessions, store, top
+from agentkv.cli import advise, calibrate, chat, demo, doctor, keys, models, serve, sessions, store, top
 from agentkv.errors import AgentKVError
 from agentkv.logs import LogFormat, configure_logging
 
@@ -75,6 +75,7 @@ app.add_typer(models.app, name="models")
 app.add_typer(sessions.app, name="sessions")
 app.command("calibrate")(calibrate.calibrate)
 app.add_typer(store.app, name="store")
+app.add_typer(keys.app, name="keys")
 app.command("advise")(advise.advise)
 app.command("doctor")(doctor.doctor)
 app.command("top")(top.top)

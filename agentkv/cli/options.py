@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from agentkv.api.settings import ServerSettings
     from agentkv.settings import Settings
 
-__all__ = ["AsJson", "Device", "Dtype", "HomeFolder", "Model", "Policy", "server_settings_from", "settings_from"]
+__all__ = [
+    "AsJson",
+    "Device",
+    "Dtype",
+    "HomeFolder",
+    "Model",
+    "Policy",
+    "Tenant",
+    "server_settings_from",
+    "settings_from",
+]
 
 S = TypeVar("S")
 
@@ -30,6 +40,7 @@ Policy = Annotated[
     str | None, typer.Option("--policy", help="What stays in the KV state: full, sink:4096, turns:8192, adaptive …")
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="Whose sessions: default, or a key's id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

@@ -11,7 +11,7 @@ import typer
 
 from agentkv.cli import lineage, moving
 from agentkv.cli.display import age, nbytes, one_line, out_console, print_json, seconds
-from agentkv.cli.options import AsJson, Device, Dtype, HomeFolder, Model, settings_from
+from agentkv.cli.options import AsJson, Device, Dtype, HomeFolder, Model, Tenant, settings_from
 from agentkv.errors import SessionNotFound
 
 if TYPE_CHECKING:
@@ -36,11 +36,12 @@ def list_(
     home: HomeFolder = None,
     agent: Annotated[str | None, typer.Option("--agent", help="Only this agent's.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many, newest first.")] = 100,
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """The sessions of a home, newest first."""
     settings = settings_from(home=home)
-    rows = asyncio.run(_rows(settings, agent, limit))
+    rows = asyncio.run(_rows(settings, tenant, agent, limit))
     if as_json:
         print_json({"sessions": rows})
         return
@@ -57,13 +58,13 @@ def list_(
     console.print(table)
 
 
-async def _rows(settings: Settings, agent: str | None, limit: int) -> list[dict[str, Any]]:
+async def _rows(settings: Settings, tenant: str, agent: str | None, limit: int) -> list[dict[str, Any]]:
     from agentkv.cli.stored import is_empty, stored_home
 
     if is_empty(settings):
         return []
     async with stored_home(settings) as home:
-        found = await home.repository.list_sessions(agent_id=agent, limit=limit)
+        found = await home.repository.list_sessions(tenant, agent, limit)
         manifests = [await home.repository.manifest(record.id) for record in found]
         return [
             _summary(record, manifest, home.nbytes(manifest)) for record, manifest in zip(found, manifests, strict=True)
@@ -90,11 +91,11 @@ def _summary(record: SessionRecord, manifest: Manifest, size: int) -> dict[str, 
 
 
 @app.command("show")
-def show(session_id: SessionId, home: HomeFolder = None, as_json: AsJson = False) -> None:
+def show(session_id: SessionId, home: HomeFolder = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
     """One session: its items with the token spans they occupy, what its policy keeps, and what has stored KV."""
     from agentkv.sessions.spans import held_spans, item_states
 
-    record, summary, items, stored = asyncio.run(_shown(settings_from(home=home), session_id))
+    record, summary, items, stored = asyncio.run(_shown(settings_from(home=home), session_id, tenant))
     kept = held_spans(record.held, record.ledger_length)
     states = list(item_states(items, kept))
     if as_json:
@@ -139,14 +140,14 @@ def span_bar(spans: Sequence[Span], total: int, *, pinned: int = 0, width: int =
 
 
 async def _shown(
-    settings: Settings, session_id: str
+    settings: Settings, session_id: str, tenant: str
 ) -> tuple[SessionRecord, dict[str, Any], list[ItemRecord], list[Span]]:
     from agentkv.cli.stored import is_empty, stored_home
 
     if is_empty(settings):
         raise SessionNotFound(session_id)
     async with stored_home(settings) as home:
-        record = await home.repository.get_session(session_id)
+        record = await home.repository.get_session(session_id, tenant)
         manifest = await home.repository.manifest(session_id)
         items = await home.repository.items(session_id)
         stored = [segment.span for segment in manifest.segments]
@@ -158,6 +159,7 @@ def suspend(
     session_id: SessionId,
     tier: Annotated[str, typer.Option("--tier", help="disk, or host (memory of this command only).")] = "disk",
     home: HomeFolder = None,
+    tenant: Tenant = "default",
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -169,7 +171,7 @@ def suspend(
     async def work(session: Session) -> Any:
         return await session.suspend(tier)
 
-    report = asyncio.run(_with_model(settings, session_id, model, work))
+    report = asyncio.run(_with_model(settings, session_id, tenant, model, work))
     if as_json:
         print_json(asdict(report))
         return
@@ -184,6 +186,7 @@ def suspend(
 def resume(
     session_id: SessionId,
     home: HomeFolder = None,
+    tenant: Tenant = "default",
     model: Model = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -195,7 +198,7 @@ def resume(
     async def work(session: Session) -> Any:
         return await session.resume()
 
-    report = asyncio.run(_with_model(settings, session_id, model, work))
+    report = asyncio.run(_with_model(settings, session_id, tenant, model, work))
     if as_json:
         print_json({"session_id": session_id, **asdict(report)})
         return
@@ -206,42 +209,43 @@ def resume(
         console.print(f"{report.recomputed_tokens:,} tokens will be recomputed by the next turn: {report.reason}")
 
 
-async def _with_model(settings: Settings, session_id: str, model: str | None, work: Any) -> Any:
+async def _with_model(settings: Settings, session_id: str, tenant: str, model: str | None, work: Any) -> Any:
     """``work`` on the live session, in a runtime with the session's own model unless another was asked for."""
     from agentkv.cli.pulling import pull_shown
     from agentkv.cli.stored import settings_of_session
     from agentkv.sessions.runtime import AgentKV
 
     if model is None:
-        settings = await settings_of_session(settings, session_id)
+        settings = await settings_of_session(settings, session_id, tenant)
     await asyncio.to_thread(pull_shown, settings.model, settings)
     async with AgentKV(settings) as kv:
-        return await work(await kv.sessions.get(session_id))
+        return await work(await kv.tenant(tenant).get(session_id))
 
 
 @app.command("rm")
 def rm(
     session_ids: Annotated[list[str], typer.Argument(metavar="ID…", help="Sessions to delete.")],
     home: HomeFolder = None,
+    tenant: Tenant = "default",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete sessions: history, KV and files. There is no way back."""
     if not yes:
         typer.confirm(f"delete {', '.join(session_ids)} for good?", abort=True, err=True)
-    freed = asyncio.run(_deleted(settings_from(home=home), session_ids))
+    freed = asyncio.run(_deleted(settings_from(home=home), session_ids, tenant))
     if as_json:
         print_json({"deleted": session_ids, "freed": freed})
     else:
         out_console().print(f"deleted {len(session_ids)}, {nbytes(freed)} freed")
 
 
-async def _deleted(settings: Settings, session_ids: Sequence[str]) -> int:
+async def _deleted(settings: Settings, session_ids: Sequence[str], tenant: str) -> int:
     from agentkv.cli.stored import is_empty, stored_home
 
     if is_empty(settings):
         raise SessionNotFound(session_ids[0])
     async with stored_home(settings) as home:
         for session_id in session_ids:  # all are there, before any goes
-            await home.repository.get_session(session_id)
-        return sum([await home.delete(session_id) for session_id in session_ids])
+            await home.repository.get_session(session_id, tenant)
+        return sum([await home.delete(session_id, tenant) for session_id in session_ids])

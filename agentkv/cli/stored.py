@@ -37,9 +37,9 @@ class StoredHome:
                 continue
         return size
 
-    async def delete(self, session_id: str) -> int:
+    async def delete(self, session_id: str, tenant: str = "default") -> int:
         """Delete a session and the files that no other needs; the bytes freed. ``SessionNotFound`` if there is none."""
-        await self.repository.delete_session(session_id)
+        await self.repository.delete_session(session_id, tenant)
         return await self.collect_garbage()
 
     async def collect_garbage(self) -> int:
@@ -72,7 +72,7 @@ async def stored_home(settings: Settings) -> AsyncIterator[StoredHome]:
         home.close()
 
 
-async def settings_of_session(settings: Settings, session_id: str) -> Settings:
+async def settings_of_session(settings: Settings, session_id: str, tenant: str = "default") -> Settings:
     """Settings with the model that the session was written with, where that model is here under its name.
 
     Raises ``SessionNotFound``.
@@ -83,7 +83,7 @@ async def settings_of_session(settings: Settings, session_id: str) -> Settings:
     if is_empty(settings):
         raise SessionNotFound(session_id)
     async with stored_home(settings) as home:
-        record = await home.repository.get_session(session_id)
+        record = await home.repository.get_session(session_id, tenant)
     if record.model != settings.model and resolve(record.model, settings) is not None:
         return settings.model_copy(update={"model": record.model})
     return settings

@@ -128,7 +128,7 @@ class Attaching:
         spans = list(Span(0, core.record.pinned).split(MAX_CHUNK_TOKENS))
         codec = self._writer.codec(core.record.idle_codec)
         ends = [end for _, end in chains(ledger, spans)]
-        return [self._writer.key(span, end, codec) for span, end in zip(spans, ends, strict=True)]
+        return [self._writer.key(core.record.tenant, span, end, codec) for span, end in zip(spans, ends, strict=True)]
 
     async def _found(self, core: SessionCore, keys: Sequence[str]) -> list[ChunkRecord]:
         """Stored chunks that tile the head from its start on, as this session would have cut it."""

@@ -180,7 +180,7 @@ class Branching:
             clock=record.created_at if record.clock is None else record.clock,
             **asdict(caller),
         )
-        await self._repository.fork_session(record.id, forked, cut)
+        await self._repository.fork_session(record.id, forked, cut, record.tenant)
         fork = SessionCore(forked, state)
         fork.template = core.template
         return fork
@@ -197,7 +197,7 @@ class Branching:
             if dry_run or not report.tokens:
                 place.close()
                 return report
-            dropped = await self._repository.rewind_session(core.id, place.cut)
+            dropped = await self._repository.rewind_session(core.id, place.cut, core.record.tenant)
         except BaseException:
             place.close()
             raise

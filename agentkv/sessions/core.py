@@ -13,7 +13,7 @@ from typing import Any
 
 from agentkv.engine.templates import ChatTemplate, LastRole
 from agentkv.engine.toolcalls.choosing import ToolUse
-from agentkv.errors import Closed, SessionBusy
+from agentkv.errors import Closed, SessionBusy, StorageError
 from agentkv.kv.contract import CapturedPart, SequenceKV
 from agentkv.policies.retention import ItemView, RetentionPolicy, parse_policy
 from agentkv.schemas.messages import Message, ToolCall
@@ -36,7 +36,8 @@ class SessionCore:
     covers (``None``: ask it); ``snapped``: of which, and more, snapshots are taken; ``sealed``: up to where a lossy
     codec, in them, has encoded what it will. ``early``: sliding windows captured at resume points that may have to be
     stored yet. ``held``: its chunks in the host tier, with their bytes; ``unsaved``: what
-    of them the disk refused, behind the manifest's end. ``short``: why the last restore brought back fewer tokens than
+    of them the disk refused, behind the manifest's end; ``refused``: what the disk, or its tenant's quota, said to its
+    last write, ``None`` where it was taken. ``short``: why the last restore brought back fewer tokens than
     the last commit had. ``uses``: its turns, old ones fading; ``gap``: its mean pause; ``expected_at`` and
     ``pinned_until``: its user's hints, in monotonic seconds. ``parsed``: its policy, behind the text that
     it was read from.
@@ -52,6 +53,7 @@ class SessionCore:
     early: dict[int, tuple[CapturedPart, ...]] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     unsaved: Manifest | None = None
+    refused: StorageError | None = None
     short: str | None = None
     memory: Held = field(default_factory=Held)
     counts: Counts = field(default_factory=Counts)

@@ -48,6 +48,7 @@ class LifecycleEvent:
     since computing was expected to be faster, and like ``restored`` names what either was expected to take;
     ``fallback`` names the reason why stored KV was not used, in a word and (``detail``) in a sentence; ``evicted`` what
     a retention policy gave up; ``adapted`` which policy an adaptive session is under from now on, and which before;
+    ``storage_full`` names what the disk said, and a session where it is its tenant's quota that is used up;
     ``refused`` a turn for which there was no memory; ``lost`` how many events a slow reader missed.
     """
 

@@ -16,6 +16,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -96,14 +97,15 @@ class _Unusable(Exception):
 
 
 class Importer:
-    """Takes sessions into one runtime's home."""
+    """Takes sessions into one runtime's home, for one tenant."""
 
-    def __init__(self, model: LoadedModel, tiers: Tiers, home: Path) -> None:
+    def __init__(self, model: LoadedModel, tiers: Tiers, home: Path, tenant: str) -> None:
         self._model = model
         self._tiers = tiers
         self._writer: ChunkWriter = tiers.writer
         self._repository = tiers.repository
         self._home = home
+        self._tenant = tenant
 
     async def take(
         self,
@@ -130,7 +132,7 @@ class Importer:
     def _record(self, header: ExportedSession, keep_id: bool) -> SessionRecord:
         return SessionRecord(
             id=header.id if keep_id else f"sess_{secrets.token_hex(16)}",
-            tenant=self._writer.tenant,
+            tenant=self._tenant,
             agent_id=header.agent_id,
             model=self._model.name,  # never the file's: it may be a path
             kv_fingerprint=header.kv_fingerprint,
@@ -186,7 +188,8 @@ class Importer:
             go_on()
             fault_point("import.before_commit")
             try:
-                await self._repository.import_session(whole, taken.chunks)
+                async with self._within(taken):
+                    await self._repository.import_session(whole, taken.chunks)
             except (ManifestConflict, LedgerConflict) as error:
                 raise file.container.refused("format", str(error)) from error
         except BaseException:
@@ -240,7 +243,12 @@ class Importer:
             if batch:
                 # Known before they are written: whatever of them is there is deleted where this fails.
                 taken.chunks += [_row(core.record, chunk) for chunk in batch]
-                await self._writer.put(batch)
+                async with self._within(taken):
+                    await self._writer.put(batch)
+
+    def _within(self, taken: _Taken) -> AbstractAsyncContextManager[None]:
+        """``QuotaReached`` where the tenant may not have all that was taken so far."""
+        return self._writer.quotas.room(self._tenant, {chunk.id: chunk.nbytes for chunk in taken.chunks})
 
     def _take_fit(self, file: _File, number: int, taken: _Taken) -> None:
         """A fit that cannot be used leaves its chunks unreadable, and they say so."""
@@ -274,8 +282,8 @@ class Importer:
             except _Unusable as error:
                 taken.reason = str(error)
                 break
-            key = self._writer.imported_key(found, core.id)
-            batch.append(rehomed(content, found, tenant=self._writer.tenant_digest, lookup_key=key))
+            key = self._writer.imported_key(found, core.record)
+            batch.append(rehomed(content, found, tenant=self._writer.salts.digest(self._tenant), lookup_key=key))
         return batch
 
     def _verified(self, file: _File, number: int, content: bytes) -> ChunkHeader:

@@ -35,7 +35,7 @@ async def lead(
     job = Job(kv, ledger[:pinned], model.piece, [pinned])
     try:
         windows = await computed(job, model, tiers.residency.rates)
-        update = tiers.repository.update_session(core.id, kv_length=pinned, state="live")
+        update = tiers.repository.update_session(core.id, core.record.tenant, kv_length=pinned, state="live")
         cancelled = await finished(asyncio.ensure_future(update))
     except BaseException:
         if kv.length:

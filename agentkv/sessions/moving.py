@@ -34,15 +34,15 @@ class _Abandoned(Exception):
 
 
 class Moving:
-    """Export and import of one runtime's sessions. Runs on the event loop."""
+    """Export and import of one tenant's sessions. Runs on the event loop."""
 
-    def __init__(self, sessions: Sessions, model: LoadedModel, home: Path) -> None:
+    def __init__(self, sessions: Sessions, model: LoadedModel, home: Path, importing: asyncio.Lock) -> None:
+        """``importing``: one import at a time, of all tenants'."""
         self._sessions = sessions
         self._tiers = sessions.tiers
         self._model = model
         self._home = home
-        self._importing = asyncio.Lock()
-        """One import at a time: a fit that one brings, and takes away again where it fails, may be the next one's."""
+        self._importing = importing
 
     async def export(
         self, core: SessionCore, path: str | os.PathLike[str], *, allow_plain: bool, replace: bool
@@ -84,7 +84,7 @@ class Moving:
     async def _snapshot(self, core: SessionCore) -> tuple[WholeSession, dict[str, bytes]]:
         """The session at rest, all of it; chunks of it that only host memory has."""
         await self._tiers.behind.flush(core)
-        whole = await self._tiers.repository.whole_session(core.id)
+        whole = await self._tiers.repository.whole_session(core.id, core.record.tenant)
         if core.unsaved is None:
             return whole, {}
         chunks = {segment.chunk_id: self._tiers.host.get(segment.chunk_id) for segment in core.unsaved.segments}
@@ -93,7 +93,7 @@ class Moving:
 
     async def import_(self, path: str | os.PathLike[str], *, keep_id: bool) -> tuple[SessionCore, ImportReport]:
         """See ``Sessions.import_``. Of a cancelled import nothing is left."""
-        importer = Importer(self._model, self._tiers, self._home)
+        importer = Importer(self._model, self._tiers, self._home, self._sessions.tenant)
 
         async def take(go_on: Callable[[], None]) -> tuple[SessionCore, ImportReport]:
             taken = await importer.take(Path(path), keep_id=keep_id, go_on=go_on, check_core=self._sessions.check_core)

@@ -36,7 +36,7 @@ class Past:
 
 async def past_of(repository: Repository) -> Past:
     """Of at most the 500 newest sessions."""
-    records = await repository.list_sessions(limit=_MOST_SESSIONS)
+    records = await repository.list_sessions(None, limit=_MOST_SESSIONS)
     said = await repository.item_tokens()
     tools = said.get("tool_result", 0) / max(1, sum(said.values()))
     return Past(records, [await repository.turns(record.id) for record in records], tools)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.events import Events
 from agentkv.sessions.stats import Counts
@@ -18,6 +20,8 @@ class Observer:
         self.total = Counts()
         self.byte_seconds: dict[str, float] = {}
         """Device memory of sessions that are gone, by agent."""
+        self.on_turn: Callable[[SessionCore, Usage], None] | None = None
+        """Told of each committed turn."""
         self._storage_error: str | None = None
 
     def created(self, core: SessionCore) -> None:
@@ -34,6 +38,8 @@ class Observer:
         """A turn was committed; ``known``: tokens that the last commit held; ``evicted``: given up in it."""
         for counts in (core.counts, self.total):
             counts.turn(usage, known)
+        if self.on_turn is not None:
+            self.on_turn(core, usage)
         if evicted:
             self.events.emit("evicted", core.id, tokens=evicted)
 
@@ -77,6 +83,10 @@ class Observer:
     def refused(self, core: SessionCore, needed: int) -> None:
         """There was no memory for its turn."""
         self.events.emit("refused", core.id, needed_bytes=needed)
+
+    def quota(self, core: SessionCore, error: str | None) -> None:
+        """Its KV is not written any more, as its tenant has used up what it may have on disk; ``None``: it is again."""
+        self.events.emit("storage_ok" if error is None else "storage_full", core.id, reason=error or "")
 
     def storage(self, error: str | None) -> None:
         """What the disk said to the last write; ``None`` where it took it. Told when it changes."""

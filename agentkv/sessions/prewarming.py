@@ -31,7 +31,7 @@ async def prewarmed(
     idle_codec: str | None,
 ) -> Session:
     """See ``Sessions.prewarm``."""
-    async with sessions.choosing_holder:
+    async with sessions.shared.choosing_holder:
         session = await sessions.create(
             system, tools=tools, template_args=template_args, idle_codec=idle_codec, agent_id=AGENT, policy="full"
         )

@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from blake3 import blake3
-
 from agentkv.codecs import CODECS
 from agentkv.errors import ChunkFault, StorageError
 from agentkv.logs import Log, fault
@@ -29,7 +27,7 @@ from agentkv.sessions.db.records import (
 from agentkv.sessions.db.repository import Repository
 from agentkv.storage.blobs import BlobStore
 from agentkv.storage.chunkfile import HEAD_LIMIT, ChunkHeader, read_header
-from agentkv.storage.naming import LedgerChain, ids_bytes, imported_quality, lookup_key, tenant_salt
+from agentkv.storage.naming import LedgerChain, TenantSalts, ids_bytes, imported_quality, lookup_key
 from agentkv.types import Span, union, without
 
 __all__ = ["RebuildReport", "adopt_orphans"]
@@ -72,6 +70,7 @@ async def adopt_orphans(repository: Repository, blobs: BlobStore, secret: bytes,
     ``secret``: the home's, for tenants' salts.
     """
     loop = asyncio.get_running_loop()
+    salts = TenantSalts(secret)
     known = await repository.known_chunk_ids()
     names = [name for name, _ in await loop.run_in_executor(executor, lambda: list(blobs.list())) if name not in known]
     buried = await repository.tombstoned(names)
@@ -84,7 +83,7 @@ async def adopt_orphans(repository: Repository, blobs: BlobStore, secret: bytes,
     if spare.headers or pointless:
         async for record in _sessions(repository):
             if spare.headers or record.id in pointless:
-                taken = await _adopt(repository, record, spare, secret)
+                taken = await _adopt(repository, record, spare, salts)
                 adopted |= {segment.chunk_id for segment in taken}
                 sessions, tokens = sessions + bool(taken), tokens + sum(len(segment.span) for segment in taken)
     await repository.recount()
@@ -113,19 +112,21 @@ def _read(blobs: BlobStore, names: Sequence[str]) -> _Spare:
 
 async def _sessions(repository: Repository) -> AsyncIterator[SessionRecord]:
     before: str | None = None
-    while page := await repository.list_sessions("default", None, 200, before):
+    while page := await repository.list_sessions(None, None, 200, before):
         for record in page:
             yield record
         before = page[-1].id
 
 
-async def _adopt(repository: Repository, record: SessionRecord, spare: _Spare, secret: bytes) -> list[SegmentRecord]:
+async def _adopt(
+    repository: Repository, record: SessionRecord, spare: _Spare, salts: TenantSalts
+) -> list[SegmentRecord]:
     """What its stored KV lacks becomes part of its manifest, and its last commit a resume point."""
     manifest = await repository.manifest(record.id)
     if _hole(record, manifest) is None and any(p.position == record.kv_length for p in manifest.resume_points):
         return []
     ledger = await repository.ledger(record.id)
-    found, reached = _found(record, ledger, manifest, spare, tenant_salt(secret, record.tenant))
+    found, reached = _found(record, ledger, manifest, spare, salts)
     points = _points(record, found, reached)
     if not found and not points:
         return []
@@ -146,13 +147,13 @@ def _hole(record: SessionRecord, manifest: Manifest, after: Sequence[Span] = ())
 
 
 def _found(
-    record: SessionRecord, ledger: array[int], manifest: Manifest, spare: _Spare, salt: bytes
+    record: SessionRecord, ledger: array[int], manifest: Manifest, spare: _Spare, salts: TenantSalts
 ) -> tuple[list[tuple[ChunkHeader, Span]], int]:
     """Chunks, and what of them, that fill its holes from the first on, and up to where then is none.
 
     For a session that evicts: all of them or nothing.
     """
-    digest = blake3(salt).hexdigest()[:40]
+    salt, digest = salts.salt(record.tenant), salts.digest(record.tenant)
     held = record.held
     found: list[tuple[ChunkHeader, Span]] = []
     while (at := _hole(record, manifest, [span for _, span in found])) is not None:

@@ -23,7 +23,7 @@ from agentkv.sessions.waiting import outlast
 from agentkv.storage.blobs import BlobStore, Buffer, Scratch
 from agentkv.storage.chunkfile import ChunkHeader, check, decode_part, read_header
 from agentkv.storage.host import HostTier
-from agentkv.storage.naming import LedgerChain
+from agentkv.storage.naming import LedgerChain, TenantSalts
 from agentkv.types import KVGeometry, Placement, Span
 
 __all__ = ["ChunkReader", "Restored"]
@@ -55,7 +55,7 @@ class _PerThread(threading.local):
 
 
 class ChunkReader:
-    """Restores sessions of one model for one tenant. Blocking work runs in ``executor``."""
+    """Restores sessions of one model. Blocking work runs in ``executor``."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ChunkReader:
         codecs: Codecs,
         *,
         kv_fingerprint: str,
-        tenant_digest: str,
+        salts: TenantSalts,
     ) -> None:
         self._blobs = blobs
         self._host = host
@@ -75,17 +75,25 @@ class ChunkReader:
         self._codecs = codecs
         self._geometry: KVGeometry = layout.geometry
         self._fingerprint = kv_fingerprint
-        self._tenant = tenant_digest
+        self._salts = salts
         self._per_thread = _PerThread()
         self._windows = [g.window for g in layout.geometry.groups]
 
     async def restore(
-        self, manifest: Manifest, ledger: array[int], room: int, *, limit: int | None = None, points: bool = False
+        self,
+        tenant: str,
+        manifest: Manifest,
+        ledger: array[int],
+        room: int,
+        *,
+        limit: int | None = None,
+        points: bool = False,
     ) -> Restored:
         """Build the state at the manifest's last resume point, or the last one that is intact.
 
-        ``room``: tokens to reserve beyond; ``limit``: tokens that the state will ever hold. ``points``: only resume
-        points will do, since the session evicts. Chunks are looked for in host memory, then on disk.
+        ``tenant``: whose chunks these must be. ``room``: tokens to reserve beyond; ``limit``: tokens that the state
+        will ever hold. ``points``: only resume points will do, since the session evicts. Chunks are looked for in host
+        memory, then on disk.
         """
         fault: ChunkFault | None = None
         usable = manifest.length
@@ -96,7 +104,7 @@ class ChunkReader:
             most = None if limit is None else max(limit, placement.tokens)
             free = room if most is None else min(room, most - placement.tokens)
             kv = self._layout.open(0, most)
-            attempt = await self._attempt(kv, manifest, ledger, placement, free)
+            attempt = await self._attempt(kv, tenant, manifest, ledger, placement, free)
             if attempt.fault is None:
                 return Restored(attempt.kv, attempt.source, attempt.codecs, fault, usable)
             fault, usable = attempt.fault, attempt.usable
@@ -120,17 +128,23 @@ class ChunkReader:
         return (Span(start, placement.length),) if start < placement.length else ()
 
     async def _attempt(
-        self, kv: SequenceKV, manifest: Manifest, ledger: array[int], placement: Placement, room: int
+        self,
+        kv: SequenceKV,
+        tenant: str,
+        manifest: Manifest,
+        ledger: array[int],
+        placement: Placement,
+        room: int,
     ) -> Restored:
         needed = [self._needed(placement, group) for group in range(len(self._windows))]
         segments = [
             s for s in manifest.segments if any(len(s.span.intersect(span)) for spans in needed for span in spans)
         ]
-        chains = _chain_starts(ledger, segments)
+        chains, digest = _chain_starts(ledger, segments), self._salts.digest(tenant)
         loop, given_up = asyncio.get_running_loop(), threading.Event()
 
         def read(segment: SegmentRecord, chain: str) -> _Read | ChunkFault | None:
-            return None if given_up.is_set() else self._segment(kv, segment, chain, ledger, placement, needed)
+            return None if given_up.is_set() else self._segment(kv, digest, segment, chain, ledger, placement, needed)
 
         work: list[asyncio.Future[_Read | ChunkFault | None]] = []
         try:
@@ -162,13 +176,14 @@ class ChunkReader:
     def _segment(
         self,
         kv: SequenceKV,
+        tenant: str,
         segment: SegmentRecord,
         chain: str,
         ledger: array[int],
         placement: Placement,
         needed: Sequence[tuple[Span, ...]],
     ) -> _Read | ChunkFault:
-        """Read, check and decode one segment. A fault is an answer here, not an exception."""
+        """Read, check and decode one segment of ``tenant`` (a digest). A fault is an answer here, not an exception."""
         name = segment.chunk_id
         try:
             held = self._host.get(name)
@@ -184,7 +199,7 @@ class ChunkReader:
                 within=segment.span,
                 ids=ledger[header.start : stop],
                 chain_start=chain,
-                tenant=self._tenant,
+                tenant=tenant,
             )
             if header.position_base != (wanted := placement.position_of(header.start)):
                 raise ChunkFault(name, "tokens", f"computed at position {header.position_base}, wanted at {wanted}")

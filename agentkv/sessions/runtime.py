@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agentkv.sessions.events import LifecycleEvent
     from agentkv.sessions.home import Home
     from agentkv.sessions.manager import Sessions
+    from agentkv.sessions.shared import Shared
     from agentkv.sessions.stats import RuntimeStats
     from agentkv.storage.blobs import BlobStore
 
@@ -55,6 +56,7 @@ class AgentKV:
         self._executor: ThreadPoolExecutor | None = None
         self._watch: asyncio.Task[None] | None = None
         self._control: Control | None = None
+        self._shared: Shared | None = None
         self._state = "new"
         self._opened = time.monotonic()
 
@@ -113,6 +115,7 @@ class AgentKV:
         from agentkv.sessions.manager import Sessions
         from agentkv.sessions.opening import bytes_of, open_store
         from agentkv.sessions.reporting import look
+        from agentkv.sessions.shared import DEFAULT_TENANT, Shared
 
         self._home = await asyncio.to_thread(Home, settings.home)
         self._repository = await Repository.open(settings.database_url)
@@ -123,12 +126,13 @@ class AgentKV:
         blobs = await loop.run_in_executor(self._executor, open_store, settings, self._home.secret)
         self._model = await _in_new_thread(lambda: _load_model(settings))
         calibration = await asyncio.to_thread(load_calibration, settings.home, self._model.fingerprints.kv)
-        self.sessions = Sessions(settings, self._model, self._repository)
-        self.sessions.tiers = self._tiers(blobs, calibration, residency)
+        shared = self._shared = Shared(settings, self._model, self._repository)
+        self.sessions = Sessions(shared, DEFAULT_TENANT)
+        shared.tiers = self._tiers(blobs, calibration, residency)
         device = self.sessions.tiers.residency
         device.share = device.tokens_within(bytes_of(settings.adaptive_budget, device.budget))
         pin_budget = bytes_of(settings.pin_budget, self.sessions.tiers.device_budget)
-        self.sessions.hints = Hints(self.sessions.tiers, self.sessions.cores, pin_budget)
+        shared.hints = Hints(self.sessions.tiers, self.sessions.cores, pin_budget)
         await self._sweep(blobs)
         self._model.engine.start()
         self._watch = asyncio.create_task(self.sessions.tiers.watch(), name="agentkv-idle")
@@ -145,7 +149,7 @@ class AgentKV:
         from agentkv.sessions.storing import ChunkWriter
         from agentkv.sessions.tiers import Tiers
         from agentkv.storage.host import HostTier
-        from agentkv.storage.naming import tenant_salt
+        from agentkv.storage.naming import TenantSalts
 
         assert self._model and self._repository and self._executor and self._home
         settings, model = self.settings, self._model
@@ -161,8 +165,7 @@ class AgentKV:
             self._executor,
             geometry=model.adapter.geometry,
             kv_fingerprint=model.fingerprints.kv,
-            salt=tenant_salt(self._home.secret, "default"),
-            tenant="default",
+            salts=TenantSalts(self._home.secret),
             codecs=codecs,
             auto=auto,
             layout=model.layout.lossy,
@@ -175,7 +178,7 @@ class AgentKV:
             model.layout,
             codecs,
             kv_fingerprint=model.fingerprints.kv,
-            tenant_digest=writer.tenant_digest,
+            salts=writer.salts,
         )
         return Tiers(
             self._repository,
@@ -208,6 +211,18 @@ class AgentKV:
         if report.files:
             log.info("swept", **asdict(report))
         await self.sessions.tiers.writer.collect_garbage()
+
+    def tenant(self, name: str) -> Sessions:
+        """The sessions of one tenant; ``sessions`` are those of tenant ``default``. All share model and budgets.
+
+        Another tenant's session is ``SessionNotFound``, and no tenant is served from KV that another one has computed.
+        """
+        from agentkv.sessions.manager import Sessions
+        from agentkv.sessions.shared import check_tenant
+
+        if self._shared is None:
+            raise Closed("this runtime is not open")
+        return Sessions(self._shared, check_tenant(name))
 
     def stats(self) -> RuntimeStats:
         """Sessions by state, bytes by tier against their budgets, tokens, restores, time saved. Reads no disk."""

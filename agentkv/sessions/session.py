@@ -20,7 +20,7 @@ from agentkv.sessions.core import SessionCore
 from agentkv.sessions.explaining import Explanation
 from agentkv.sessions.hints import HintOutcome
 from agentkv.sessions.reporting import session_usage
-from agentkv.sessions.spans import gaps, held_spans, item_states
+from agentkv.sessions.spans import bytes_by_layers, gaps, held_spans, item_states
 from agentkv.sessions.stats import SessionUsage
 from agentkv.sessions.turn import Appended, TurnInput, public_item
 from agentkv.sessions.verifying import Verification
@@ -245,7 +245,7 @@ class Session:
             evicted=gaps(kept, r.ledger_length),
             items=tuple(item_states(items, kept)),
             next_position=placement.next_position,
-            bytes_by_layers=sessions.bytes_by_layers(live),
+            bytes_by_layers=bytes_by_layers(sessions.tiers.layout.geometry, live),
             device_bytes=core.kv.nbytes if core.kv is not None else 0,
             host_bytes=sum(core.held.values()),
             disk_bytes=disk_bytes,

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from agentkv.schemas.replies import ItemState
 from agentkv.sessions.db.records import ItemRecord
-from agentkv.types import Placement, Span
+from agentkv.types import KVGeometry, Placement, Span
 
-__all__ = ["gaps", "held_spans", "item_states"]
+__all__ = ["bytes_by_layers", "gaps", "held_spans", "item_states"]
 
 
 def held_spans(placement: Placement, ledger_length: int) -> tuple[Span, ...]:
@@ -33,3 +33,13 @@ def item_states(items: Sequence[ItemRecord], kept: Sequence[Span]) -> Iterator[I
         tokens = sum(len(item.span.intersect(span)) for span in kept)
         evicted = tokens == 0 and len(item.span) > 0
         yield ItemState(item.id, item.turn, item.role, item.kind, item.span, tokens, evicted)
+
+
+def bytes_by_layers(geometry: KVGeometry, placement: Placement) -> dict[str, int]:
+    """Bytes of KV that a state with this placement holds, by layer group."""
+    sizes: dict[str, int] = {}
+    for group in geometry.groups:
+        sliding = min(placement.length - placement.floor, group.window or 0)
+        tokens = placement.tokens if group.window is None else sliding
+        sizes[group.name] = sizes.get(group.name, 0) + tokens * group.values_per_token * geometry.itemsize
+    return sizes

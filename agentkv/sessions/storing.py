@@ -11,18 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from blake3 import blake3
-
 from agentkv.codecs import CODECS, Codec, Codecs
 from agentkv.errors import DatabaseUnavailable, StorageError, StorageFull
 from agentkv.logs import Log, fault
-from agentkv.sessions.db.records import ChunkCondemned, ChunkRecord, Manifest, SegmentRecord
+from agentkv.sessions.db.records import ChunkCondemned, ChunkRecord, Manifest, SegmentRecord, SessionRecord
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.quotas import Quotas
 from agentkv.sessions.snapshots import Snapshot
 from agentkv.storage.blobs import BlobStore
 from agentkv.storage.chunkfile import ChunkHeader, ChunkMeta, EncodedChunk, encode_chunk
 from agentkv.storage.faultpoints import fault_point
-from agentkv.storage.naming import LedgerChain, ids_bytes, imported_quality, lookup_key
+from agentkv.storage.naming import LedgerChain, TenantSalts, ids_bytes, imported_quality, lookup_key
 from agentkv.types import KVGeometry, Span
 
 __all__ = ["ChunkWriter", "StoreReport", "chains"]
@@ -43,7 +42,7 @@ class StoreReport:
 
 
 class ChunkWriter:
-    """Encodes, writes and lists chunks of one model for one tenant. Blocking work runs in ``executor``."""
+    """Encodes, writes and lists chunks of one model. Blocking work runs in ``executor``."""
 
     def __init__(
         self,
@@ -53,8 +52,7 @@ class ChunkWriter:
         *,
         geometry: KVGeometry,
         kv_fingerprint: str,
-        salt: bytes,
-        tenant: str,
+        salts: TenantSalts,
         codecs: Codecs,
         auto: str,
         layout: str = "",
@@ -65,12 +63,11 @@ class ChunkWriter:
         self.executor = executor
         self.geometry = geometry
         self.kv_fingerprint = kv_fingerprint
-        self._salt = salt
-        self.tenant = tenant
+        self.salts = salts
         self.codecs = codecs
         self.auto = auto
         self._layout = layout
-        self.tenant_digest = blake3(salt).hexdigest()[:40]
+        self.quotas = Quotas(repository, kv_fingerprint, self.collect_garbage)
         self._collecting = asyncio.Lock()
         self._spared: Counter[str] = Counter()
 
@@ -87,14 +84,14 @@ class ChunkWriter:
         # Of a codec that is not installed any more nothing better can be assumed.
         return name not in set(CODECS) or not CODECS.get(name).exact
 
-    def key(self, span: Span, chain: str, codec: Codec, lineage: str = "") -> str:
-        """The lookup key of a chunk; ``chain``: the ledger's chain hash at its end.
+    def key(self, tenant: str, span: Span, chain: str, codec: Codec, lineage: str = "") -> str:
+        """The lookup key of a tenant's chunk; ``chain``: the ledger's chain hash at its end.
 
         What a lossy codec or layout took part in is never taken for exact KV of the same tokens.
         """
         quality = "+".join(filter(None, (self._layout, "" if codec.exact else codec.name)))
         return lookup_key(
-            self._salt,
+            self.salts.salt(tenant),
             self.kv_fingerprint,
             start=span.start,
             stop=span.stop,
@@ -103,28 +100,28 @@ class ChunkWriter:
             quality=quality,
         )
 
-    def imported_key(self, header: ChunkHeader, session_id: str) -> str:
+    def imported_key(self, header: ChunkHeader, record: SessionRecord) -> str:
         """The lookup key of a chunk that came with a session from another home: no other session ever looks for it."""
         return lookup_key(
-            self._salt,
+            self.salts.salt(record.tenant),
             header.kv_fingerprint,
             start=header.start,
             stop=header.stop,
             chain=header.chain,
             lineage=header.lineage,
-            quality=imported_quality(session_id),
+            quality=imported_quality(record.id),
         )
 
-    def encode(self, snapshot: Snapshot, span: Span, chain: tuple[str, str], name: str) -> EncodedChunk:
-        """One chunk, in memory. Blocking."""
-        placement, codec = snapshot.placement, self.codec(name)
+    def encode(self, record: SessionRecord, snapshot: Snapshot, span: Span, chain: tuple[str, str]) -> EncodedChunk:
+        """One chunk of a session, in memory. Blocking."""
+        placement, codec = snapshot.placement, self.codec(record.idle_codec)
         lossless = codec if codec.exact else self.codecs.encoder("exact")
         # What lies before the first gap was computed before anything was evicted.
         lineage = "" if span.stop <= placement.whole_prefix else placement.lineage
         meta = ChunkMeta(
             kv_fingerprint=self.kv_fingerprint,
-            tenant=self.tenant_digest,
-            lookup_key=self.key(span, chain[1], codec, lineage),
+            tenant=self.salts.digest(record.tenant),
+            lookup_key=self.key(record.tenant, span, chain[1], codec, lineage),
             geometry=self.geometry,
             span=span,
             chain_start=chain[0],
@@ -137,22 +134,22 @@ class ChunkWriter:
         )
         return encode_chunk(meta, snapshot.parts(span, codec, lossless), codec if span in snapshot.sealed else lossless)
 
-    async def encoded(self, snapshot: Snapshot, codec: str) -> list[EncodedChunk]:
+    async def encoded(self, record: SessionRecord, snapshot: Snapshot) -> list[EncodedChunk]:
         """All chunks of a snapshot, in ledger order, without writing them."""
         loop = asyncio.get_running_loop()
         spans = snapshot.spans()
         pairs = chains(snapshot.ids, spans)
         jobs = [
-            loop.run_in_executor(self.executor, self.encode, snapshot, span, chain, codec)
+            loop.run_in_executor(self.executor, self.encode, record, snapshot, span, chain)
             for span, chain in zip(spans, pairs, strict=True)
         ]
         return list(await asyncio.gather(*jobs))
 
-    async def store(self, session_id: str, snapshot: Snapshot, codec: str) -> StoreReport:
-        """Write the snapshot's chunks and append them to the session's manifest.
+    async def store(self, record: SessionRecord, snapshot: Snapshot) -> StoreReport:
+        """Write the snapshot's chunks and append them to the manifest of the session that ``record`` names.
 
-        A few chunks at a time: files first, durable, then one transaction. Raises ``StorageFull``, ``StorageError`` or
-        ``DatabaseUnavailable``; what was appended before stays valid.
+        A few chunks at a time: files first, durable, then one transaction. Raises ``StorageFull`` (``QuotaReached``
+        where the tenant's own is), ``StorageError`` or ``DatabaseUnavailable``; what was appended before stays valid.
         """
         loop = asyncio.get_running_loop()
         spans = snapshot.spans()
@@ -163,25 +160,26 @@ class ChunkWriter:
         size = _BATCH if snapshot.void() is None else max(1, len(spans))
         for first in range(0, len(spans), size):
             batch = [
-                loop.run_in_executor(self.executor, self.encode, snapshot, span, chain, codec)
+                loop.run_in_executor(self.executor, self.encode, record, snapshot, span, chain)
                 for span, chain in zip(spans[first : first + size], pairs[first : first + size], strict=True)
             ]
             encoded = await asyncio.gather(*batch)
             fault_point("store.encoded")
-            await self.put(encoded)
-            fault_point("store.before_manifest")
             last = first + size >= len(spans)
-            replaced += await self._append(session_id, encoded, snapshot, last)
+            async with self.quotas.room(record.tenant, {chunk.id: chunk.nbytes for chunk in encoded}):
+                await self.put(encoded)
+                fault_point("store.before_manifest")
+                replaced += await self._append(record, encoded, snapshot, last)
             fault_point("store.after_manifest")
             written += len(encoded)
             nbytes += sum(chunk.nbytes for chunk in encoded)
         if not spans:
-            await self._repository.append_segments(session_id, [], [], snapshot.points())
+            await self._repository.append_segments(record.id, [], [], snapshot.points())
         if not snapshot.placement.trivial:
             # What the session has evicted needs no disk any more.
-            replaced += await self._repository.prune_manifest(session_id, snapshot.needed(), snapshot.span.stop)
+            replaced += await self._repository.prune_manifest(record.id, snapshot.needed(), snapshot.span.stop)
         if replaced:
-            await self.try_collecting(session_id)
+            await self.try_collecting(record.id)
         return StoreReport(written, nbytes, snapshot.span.stop)
 
     async def try_collecting(self, session_id: str) -> int:
@@ -207,14 +205,14 @@ class ChunkWriter:
                 await self.collect_garbage()
 
     async def _append(
-        self, session_id: str, encoded: Sequence[EncodedChunk], snapshot: Snapshot, last: bool
+        self, record: SessionRecord, encoded: Sequence[EncodedChunk], snapshot: Snapshot, last: bool
     ) -> list[str]:
         """``last``: with the snapshot's last chunks. Returns chunks that nobody needs any more."""
         records = [
             ChunkRecord(
                 chunk.id,
                 chunk.header.lookup_key,
-                self.tenant,
+                record.tenant,
                 self.kv_fingerprint,
                 chunk.header.span,
                 chunk.header.codec,
@@ -226,7 +224,7 @@ class ChunkWriter:
         reached = Span(encoded[0].header.start, encoded[-1].header.stop)
         end = snapshot.span.stop if last else None
         points = [p for p in snapshot.points() if reached.start < p.position <= reached.stop or p.position == end]
-        write = partial(self._repository.reseal, session_id, records, segments, points, snapshot.void())
+        write = partial(self._repository.reseal, record.id, records, segments, points, snapshot.void())
         try:
             replaced = await write()
         except ChunkCondemned:

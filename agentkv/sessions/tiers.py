@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-from agentkv.errors import ChunkFault, StorageError, StorageFull
+from agentkv.errors import ChunkFault, QuotaReached, StorageError, StorageFull
 from agentkv.kv.contract import Layout, SequenceKV
 from agentkv.logs import Log, fault
 from agentkv.memory import memory_told
@@ -158,7 +158,7 @@ class Tiers:
 
     async def _claim(self, core: SessionCore) -> None:
         """Its KV is this model's from now on. Of its record nothing else is read: a turn may be about to change it."""
-        await self.repository.update_session(core.id, kv_fingerprint=self._fingerprint)
+        await self.repository.update_session(core.id, core.record.tenant, kv_fingerprint=self._fingerprint)
         core.record = replace(core.record, kv_fingerprint=self._fingerprint)
 
     def open(self, core: SessionCore, room: int = 0) -> SequenceKV:
@@ -187,7 +187,9 @@ class Tiers:
         fault_point("restore.before_read")
         limit = core.limit(self._context)
         room = min(room, limit)
-        restored = await self._reader.restore(manifest, ledger, room, limit=limit, points=core.evicts)
+        restored = await self._reader.restore(
+            core.record.tenant, manifest, ledger, room, limit=limit, points=core.evicts
+        )
         kv = restored.kv
         tokens = kv.length
         reason = None
@@ -248,7 +250,8 @@ class Tiers:
     async def suspend(self, core: SessionCore, tier: Tier) -> SuspendReport:
         """Take the session off the device, to host memory or to disk. Idempotent; waits for a turn under way.
 
-        Where the disk refuses, the session stops at host memory, and the report's ``tier`` and ``details`` say so;
+        Where the disk refuses, the session stops at host memory (where its tenant's quota does: what is not stored is
+        computed again by the next turn), and the report's ``tier`` and ``details`` say so;
         ``StorageFull`` where that has no room either: the session then stays live. A cancelled caller gets its
         ``CancelledError`` once the move has ended: a half-written store would be known to SQL and not to ``core``.
         """
@@ -273,6 +276,7 @@ class Tiers:
             nbytes = await self.stored_bytes(await self.repository.manifest(core.id))
             nbytes += sum(core.held.values()) if core.unsaved else 0
             reached = Tier.HOST if core.state is SessionState.HOST else Tier.DISK
+            trouble = core.refused or self.behind.storage_error
             return SuspendReport(
                 session_id=core.id,
                 tier=reached,
@@ -280,7 +284,7 @@ class Tiers:
                 seconds=time.perf_counter() - started,
                 chunks_written=core.written_chunks - chunks,
                 tokens=core.record.held.tokens,
-                details={} if self.behind.storage_error is None else {"storage": self.behind.storage_error},
+                details={} if trouble is None else {"storage": str(trouble)},
             )
 
     async def demote(self, core: SessionCore, tier: Tier) -> None:
@@ -311,17 +315,20 @@ class Tiers:
         fault_point("suspend.end")
 
     async def _hold_unsaved(self, core: SessionCore) -> bool:
-        """Chunks that the disk does not take, into host memory, where nothing evicts them. ``False``: it took them."""
+        """Chunks that the disk does not take, into host memory, where nothing evicts them. ``False``: it took them, or
+        may not, by the tenant's quota: what one has used up is no reason to hold all tenants' memory."""
+        if isinstance(core.refused, QuotaReached):
+            return False
         core.stored = core.snapped = None
         snapshot = await self.behind.snapshot(core, seal=False)
         if snapshot is None:
             return False
-        chunks = await self.writer.encoded(snapshot, core.record.idle_codec)
+        chunks = await self.writer.encoded(core.record, snapshot)
         self._make_room(core, sum(chunk.nbytes for chunk in chunks))
         for chunk in chunks:
             if not self.host.put(chunk.id, chunk.tobytes()):
                 raise StorageFull(
-                    f"session {core.id} stays on the device: the disk refused its KV ({self.behind.storage_error}) "
+                    f"session {core.id} stays on the device: the disk refused its KV ({core.refused}) "
                     f"and host memory has no room for {chunk.nbytes:,} bytes; free disk space or raise host_budget"
                 )
             core.held[chunk.id] = chunk.nbytes

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import Executor
 from functools import partial
 
-from agentkv.errors import AgentKVError, StorageError
+from agentkv.errors import AgentKVError, QuotaReached, StorageError
 from agentkv.logs import Log, fault
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.repository import Repository
@@ -81,22 +82,30 @@ class WriteBehind:
     async def _write(self, core: SessionCore, snapshot: Snapshot) -> None:
         """Store one snapshot; trouble is noted, never raised: the session stays usable, the next turn tries again."""
         try:
-            report = await self._writer.store(core.id, snapshot, core.record.idle_codec)
+            report = await self._writer.store(core.record, snapshot)
         except AgentKVError as error:
             if isinstance(error, StorageError):
-                self.storage_error = str(error)
-                self._observer.storage(self.storage_error)
+                self._answered(core, error)
             core.stored = core.snapped = None
             if not core.deleted:
-                log.error("kv_not_written", session=core.id, **fault(error))
+                level = logging.INFO if isinstance(error, QuotaReached) else logging.ERROR
+                log.at(level, "kv_not_written", session=core.id, **fault(error))
         else:
-            self.storage_error = None
-            self._observer.storage(None)
+            self._answered(core, None)
             core.stored = report.stop
             core.written_chunks += report.chunks
             codec = self._writer.codec(core.record.idle_codec)
             done = report.stop if codec.exact else min(report.stop, core.sealed)
             core.early = {p: parts for p, parts in core.early.items() if p > done}
+
+    def _answered(self, core: SessionCore, error: StorageError | None) -> None:
+        """What the disk said to a session's write. A tenant that has used up its own is no trouble of the disk's."""
+        if not isinstance(error, QuotaReached):
+            self.storage_error = None if error is None else str(error)
+            self._observer.storage(self.storage_error)
+        before, core.refused = core.refused, error
+        if isinstance(before, QuotaReached) != isinstance(error, QuotaReached):
+            self._observer.quota(core, None if error is None else str(error))
 
     async def flush(self, core: SessionCore) -> int:
         """Everything that the session has on the device is on disk, or the trouble is noted. New chunks' count.

@@ -16,6 +16,7 @@ __all__ = [
     "NAME_DIGITS",
     "Ids",
     "LedgerChain",
+    "TenantSalts",
     "chain_hash",
     "chunk_id",
     "ids_bytes",
@@ -91,6 +92,28 @@ def tenant_salt(home_secret: bytes, tenant: str) -> bytes:
     if not home_secret:
         raise ValueError("the home secret is empty")
     return _hash(_SALT, home_secret, tenant).digest()
+
+
+class TenantSalts:
+    """The salts of a home's tenants, each derived once. May be used from any thread."""
+
+    def __init__(self, home_secret: bytes) -> None:
+        self._secret = home_secret
+        self._known: dict[str, tuple[bytes, str]] = {}
+
+    def salt(self, tenant: str) -> bytes:
+        """See ``tenant_salt``."""
+        return self._of(tenant)[0]
+
+    def digest(self, tenant: str) -> str:
+        """What files bear of it, as ``ChunkHeader.tenant``."""
+        return self._of(tenant)[1]
+
+    def _of(self, tenant: str) -> tuple[bytes, str]:
+        if (found := self._known.get(tenant)) is None:
+            salt = tenant_salt(self._secret, tenant)
+            found = self._known[tenant] = salt, blake3(salt).hexdigest()[:NAME_DIGITS]
+        return found
 
 
 def lookup_key(

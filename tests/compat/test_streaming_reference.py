@@ -241,7 +241,7 @@ async def test_under_every_policy_the_engine_equals_streaming_llm(family: Family
     await equals_streaming_llm(family, "dynamic")
 
 
-@pytest.mark.parametrize("family", _each("llama", "gpt_neox", "gemma3"))
+@pytest.mark.parametrize("family", _each("gemma3"))
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dynamic"])
 async def test_in_the_other_layouts_it_does_too(family: Family, layout: str) -> None:
     await equals_streaming_llm(family, layout)
@@ -302,7 +302,7 @@ async def test_in_bf16_evicting_adds_nothing_to_the_noise(family: Family) -> Non
 
 
 @each_layout
-@pytest.mark.parametrize("family", _each("llama", "llama_yarn", "gemma3"))
+@pytest.mark.parametrize("family", _each("llama_yarn"))
 async def test_after_rebases_the_engine_equals_streaming_llm(family: Family, layout: str) -> None:
     for case, run in zip(CASES, await runs_of(adapted(family), layout=layout, rebase_at=90), strict=True):
         placement = run.kv.placement

@@ -96,11 +96,11 @@ def adversarial(form: str, length: int) -> list[str]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_time_is_linear_in_the_output(form: str) -> None:
-    length = 60_000
+    length = 20_000
     for text in adversarial(form, length):
         for pieces in ([text], list(text)):
             start = time.process_time()
             parts = parse(form, pieces)
             seconds = time.process_time() - start
-            assert seconds < 5, (text[:40], len(pieces))
+            assert seconds < 2, (text[:40], len(pieces))
             assert sum(len(part.raw) for part in parts) == len(text)

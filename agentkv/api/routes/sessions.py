@@ -12,10 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from agentkv.api import bodies
-from agentkv.api.calls import Call, Routes, adapter
+from agentkv.api.calls import STOPPING, Call, Routes, adapter
 from agentkv.api.headers import cache_header
-from agentkv.api.streams import ServerEvent, stream_answer
-from agentkv.errors import InvalidRequest
+from agentkv.api.streams import ServerEvent, stream_answer, until
+from agentkv.errors import ImportRefused, InvalidRequest
 from agentkv.schemas.replies import Begun, Done, Event, Item, Reply, SessionInfo, TextDelta, ToolCallEvent
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.db.records import SessionRecord
@@ -29,6 +29,8 @@ from agentkv.types import ImportReport, RestoreReport, SuspendReport
 __all__ = ["routes"]
 
 routes = Routes("Sessions")
+_PART = 1 << 20
+"""Bytes of a file that are read or written at once."""
 
 
 @routes.post("/v1/sessions", body=bodies.SessionCreate, body_optional=True, answer=bodies.Created, status=201)
@@ -205,7 +207,7 @@ async def watch_session(call: Call) -> web.StreamResponse:
     session = await _session(call)
 
     async def own() -> AsyncGenerator[LifecycleEvent]:
-        async for event in call.kv.events():
+        async for event in until(call.request.app[STOPPING], call.kv.events()):
             if event.session_id == session.id:
                 yield event
                 if event.kind == "deleted":
@@ -236,11 +238,14 @@ async def export_session(call: Call) -> web.StreamResponse:
     with tempfile.TemporaryDirectory(dir=call.kv.settings.home, prefix="export-") as folder:
         path = Path(folder) / "session.akv"
         await session.export(path)
-        # The file is sent from here: it is gone once it was.
-        response = web.FileResponse(path, headers=call.headers)
+        response = web.StreamResponse(headers=call.headers)
         response.content_type = "application/octet-stream"
+        response.content_length = path.stat().st_size
         response.headers["Content-Disposition"] = f'attachment; filename="{session.id}.akv"'
         await response.prepare(call.request)
+        with await asyncio.to_thread(path.open, "rb") as file:
+            while part := await asyncio.to_thread(file.read, _PART):
+                await response.write(part)
         await response.write_eof()
         return response
 
@@ -263,12 +268,15 @@ async def import_session(call: Call) -> ImportReport:
         path = Path(folder) / "session.akv"
         size = 0
         with await asyncio.to_thread(path.open, "wb") as file:
-            async for part in call.request.content.iter_chunked(1 << 20):
+            async for part in call.request.content.iter_chunked(_PART):
                 size += len(part)
                 if size > largest:
                     raise web.HTTPRequestEntityTooLarge(max_size=largest, actual_size=size)
                 await asyncio.to_thread(file.write, part)
-        session = await call.sessions.import_(path)
+        try:
+            session = await call.sessions.import_(path)
+        except ImportRefused as refused:  # where it lay here is nobody's business
+            raise ImportRefused("the uploaded file", refused.reason, refused.detail) from None
     assert session.imported is not None
     return session.imported
 

@@ -36,6 +36,7 @@ __all__ = [
     "recount_some",
     "release",
     "stored_chunks",
+    "tenant_bytes",
     "tombstoned",
 ]
 
@@ -118,6 +119,12 @@ def chunk_bytes(db: Session) -> dict[str, int]:
     """Bytes of all chunk files with a row, by KV fingerprint."""
     rows = db.execute(select(ChunkRow.kv_fingerprint, func.sum(ChunkRow.nbytes)).group_by(ChunkRow.kv_fingerprint))
     return {fingerprint: int(nbytes) for fingerprint, nbytes in rows}
+
+
+def tenant_bytes(db: Session) -> dict[str, int]:
+    """Bytes of the chunks that sessions need, by tenant."""
+    needed = select(ChunkRow.tenant, func.sum(ChunkRow.nbytes)).where(ChunkRow.refs > 0)
+    return {tenant: int(nbytes) for tenant, nbytes in db.execute(needed.group_by(ChunkRow.tenant))}
 
 
 def chunk_facts(db: Session) -> list[ChunkFacts]:

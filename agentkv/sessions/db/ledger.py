@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from agentkv.errors import InvalidRequest, SessionNotFound, StorageError
+from agentkv.sessions.db.keys import check_sessions
 from agentkv.sessions.db.records import (
     ItemRecord,
     LedgerConflict,
@@ -99,8 +100,9 @@ def create_session(
 
 
 def insert_session(db: Session, record: SessionRecord) -> SessionRow:
-    """The row alone. ``InvalidRequest`` where the id is taken."""
+    """The row alone. ``InvalidRequest`` where the id is taken, ``LimitExceeded`` where its tenant has too many."""
     _check_state(record.state)
+    check_sessions(db, record.tenant)
     try:
         db.execute(insert(SessionRow).values(**_session_values(record)))
     except IntegrityError as error:
@@ -114,10 +116,12 @@ def get_session(db: Session, session_id: str, tenant: str) -> SessionRecord:
 
 
 def list_sessions(
-    db: Session, tenant: str, agent_id: str | None, limit: int, before: str | None
+    db: Session, tenant: str | None, agent_id: str | None, limit: int, before: str | None
 ) -> list[SessionRecord]:
-    """Newest first; ``before`` is the id of the last session of the page before."""
-    query = select(SessionRow).where(SessionRow.tenant == tenant)
+    """One tenant's, or all; newest first; ``before`` is the id of the last session of the page before."""
+    query = select(SessionRow)
+    if tenant is not None:
+        query = query.where(SessionRow.tenant == tenant)
     if agent_id is not None:
         query = query.where(SessionRow.agent_id == agent_id)
     if before is not None:

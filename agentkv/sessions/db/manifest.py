@@ -113,9 +113,10 @@ def attach(
     return session.kv_length
 
 
-def release_foreign(db: Session, kv_fingerprint: str) -> list[str]:
+def release_foreign(db: Session, kv_fingerprint: str, tenant: str | None) -> list[str]:
     """Sessions whose stored KV is another model's give it up, the least recently used first, until a chunk is free.
 
+    Those of one tenant, or of all.
     Returns the chunks that lost their last reference: none where nothing foreign is stored.
     """
     foreign = (
@@ -126,6 +127,8 @@ def release_foreign(db: Session, kv_fingerprint: str) -> list[str]:
         .group_by(SegmentRow.session_id)
         .order_by(func.max(SessionRow.updated_at), SegmentRow.session_id)
     )
+    if tenant is not None:
+        foreign = foreign.where(SessionRow.tenant == tenant)
     for session_id in list(db.scalars(foreign)):
         # What several sessions share is free only when the last of them has given it up.
         if condemned := truncate_manifest(db, session_id, 0):

@@ -15,8 +15,10 @@ __all__ = [
     "ChunkFacts",
     "ChunkRecord",
     "Cut",
+    "DiskUse",
     "ItemKind",
     "ItemRecord",
+    "KeyRecord",
     "LedgerConflict",
     "Manifest",
     "ManifestConflict",
@@ -207,6 +209,40 @@ class ChunkFacts:
     kv_fingerprint: str
     nbytes: int
     sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """A key, which is a tenant: ``id``, ``key_…``, is whom its sessions belong to. Its secret is kept nowhere.
+
+    ``admin``: whether it may do what concerns all tenants. ``max_disk``: bytes of stored KV. Limits are ``None`` where
+    there is none; the two rates are for a server to hold. Times are unix seconds.
+    """
+
+    id: str
+    name: str
+    admin: bool
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    max_sessions: int | None
+    max_disk: int | None
+    created_at: float
+    revoked_at: float | None = None
+    last_used_at: float | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Whose sessions it may use: ``kv.tenant(key.tenant)``."""
+        return self.id
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """``used`` of ``limit`` bytes of stored KV are the sessions' of the key called ``name``."""
+
+    name: str
+    limit: int
+    used: int
 
 
 @dataclass(frozen=True, slots=True)

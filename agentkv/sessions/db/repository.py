@@ -11,13 +11,15 @@ from typing import Any, Self
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from agentkv.sessions.db import branching, chunks, ledger, manifest, nodes, whole
+from agentkv.sessions.db import branching, chunks, keys, ledger, manifest, nodes, whole
 from agentkv.sessions.db.engine import async_url
 from agentkv.sessions.db.records import (
     ChunkFacts,
     ChunkRecord,
     Cut,
+    DiskUse,
     ItemRecord,
+    KeyRecord,
     Manifest,
     Node,
     ResumePoint,
@@ -79,7 +81,8 @@ class Repository:
     ) -> None:
         """Store a new session, with the items, token ids and turn that its head put into the ledger.
 
-        Raises ``InvalidRequest`` where the record's lengths contradict them, or the id is taken.
+        Raises ``InvalidRequest`` where the record's lengths contradict them, or the id is taken; this, a fork and an
+        import raise ``LimitExceeded`` where the tenant's key allows no more sessions.
         """
         packed = ledger.pack_ids(ids)
         await self._transactions.write(lambda db: ledger.create_session(db, record, items, packed, turn))
@@ -89,9 +92,9 @@ class Repository:
         return await self._transactions.read(partial(ledger.get_session, session_id=session_id, tenant=tenant))
 
     async def list_sessions(
-        self, tenant: str = "default", agent_id: str | None = None, limit: int = 100, before: str | None = None
+        self, tenant: str | None = "default", agent_id: str | None = None, limit: int = 100, before: str | None = None
     ) -> list[SessionRecord]:
-        """Newest first. ``before``: the id of the last session of the previous page."""
+        """One tenant's, or all where ``None``; newest first. ``before``: the last id of the previous page."""
         return await self._transactions.read(lambda db: ledger.list_sessions(db, tenant, agent_id, limit, before))
 
     async def count_sessions(self, tenant: str | None = None) -> int:
@@ -280,12 +283,13 @@ class Repository:
         """Chunks of one tenant stored under any of these lookup keys; none that is being deleted."""
         return await self._transactions.read(lambda db: chunks.stored_chunks(db, tenant, keys))
 
-    async def release_foreign(self, kv_fingerprint: str) -> list[str]:
+    async def release_foreign(self, kv_fingerprint: str, tenant: str | None = None) -> list[str]:
         """Sessions with another model's KV give it up, the least recently used first; their ledgers stay.
 
+        Those of one tenant, or of all.
         Ends with the first that frees something. Returns the chunks that lost their last reference.
         """
-        return await self._transactions.write(lambda db: manifest.release_foreign(db, kv_fingerprint))
+        return await self._transactions.write(lambda db: manifest.release_foreign(db, kv_fingerprint, tenant))
 
     async def adopt(
         self,
@@ -354,6 +358,10 @@ class Repository:
         """Bytes of all chunk files with a row, by KV fingerprint."""
         return await self._transactions.read(chunks.chunk_bytes)
 
+    async def tenant_bytes(self) -> dict[str, int]:
+        """Bytes of the chunks that sessions need, by tenant."""
+        return await self._transactions.read(chunks.tenant_bytes)
+
     async def chunk_facts(self) -> list[ChunkFacts]:
         """Every chunk with a row, in the order of their ids."""
         return await self._transactions.read(chunks.chunk_facts)
@@ -362,3 +370,49 @@ class Repository:
         """Those of ``ids`` that were deleted on purpose."""
         wanted = list(ids)
         return await self._transactions.read(lambda db: chunks.tombstoned(db, wanted))
+
+    async def create_key(
+        self,
+        name: str,
+        *,
+        admin: bool = False,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        max_sessions: int | None = None,
+        max_disk: int | None = None,
+    ) -> tuple[KeyRecord, str]:
+        """A new key and its secret, which nobody can be told again. ``max_disk`` in bytes.
+
+        Raises ``InvalidRequest`` where a key that is not revoked has that name.
+        """
+        record, secret = keys.new_key(
+            name,
+            admin=admin,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            max_sessions=max_sessions,
+            max_disk=max_disk,
+        )
+        await self._transactions.write(lambda db: keys.create_key(db, record, secret))
+        return record, secret
+
+    async def keys(self) -> list[KeyRecord]:
+        """All keys, revoked ones included, oldest first."""
+        return await self._transactions.read(keys.keys)
+
+    async def find_key(self, secret: str) -> KeyRecord | None:
+        """The key with that secret; ``None`` where there is none, or it is revoked."""
+        return await self._transactions.read(lambda db: keys.find_key(db, secret))
+
+    async def revoke_key(self, key: str) -> KeyRecord:
+        """The key with that id or name is found no more. Its sessions stay. ``KeyNotFound`` if there is none."""
+        return await self._transactions.write(lambda db: keys.revoke_key(db, key))
+
+    async def key_used(self, key_id: str, at: float) -> None:
+        """Note that it was used, at unix second ``at``."""
+        await self._transactions.write(lambda db: keys.key_used(db, key_id, at))
+
+    async def disk_use(self, tenant: str, but: Sequence[str] = ()) -> DiskUse | None:
+        """What the tenant's sessions need on disk, without the chunks ``but``; ``None`` where nothing limits it."""
+        names = list(but)
+        return await self._transactions.read(lambda db: keys.disk_use(db, tenant, names))

@@ -17,6 +17,7 @@ __all__ = [
     "Base",
     "ChunkRow",
     "ItemRow",
+    "KeyRow",
     "LedgerRow",
     "ResumePointRow",
     "SegmentRow",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 VERSION_TABLE = "agentkv_schema"
-REVISIONS = ("0001", "0002", "0003", "0005")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005")
 """Every revision this version of agentkv knows, oldest first."""
 
 _JSON = JSON(none_as_null=True)
@@ -149,7 +150,7 @@ class ChunkRow(Base):
     """
 
     __tablename__ = "agentkv_chunks"
-    __table_args__ = (Index(None, "lookup_key"), Index(None, "refs", "deleting"))
+    __table_args__ = (Index(None, "lookup_key"), Index(None, "refs", "deleting"), Index(None, "tenant"))
 
     id: Mapped[str] = mapped_column(String(255), primary_key=True)
     lookup_key: Mapped[str] = mapped_column(String(255))
@@ -184,6 +185,25 @@ class ResumePointRow(Base):
     position: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(32), primary_key=True)
     placement: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+
+
+class KeyRow(Base):
+    """One key; see ``KeyRecord``. ``digest``: SHA-256 of its secret, in hex."""
+
+    __tablename__ = "agentkv_keys"
+    __table_args__ = (Index(None, "digest", unique=True), Index(None, "name"))
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(128))
+    digest: Mapped[str] = mapped_column(String(64))
+    admin: Mapped[bool]
+    requests_per_minute: Mapped[int | None] = mapped_column(BigInteger)
+    tokens_per_minute: Mapped[int | None] = mapped_column(BigInteger)
+    max_sessions: Mapped[int | None] = mapped_column(BigInteger)
+    max_disk: Mapped[int | None] = mapped_column(BigInteger)
+    created_at: Mapped[float] = mapped_column(Double)
+    revoked_at: Mapped[float | None] = mapped_column(Double)
+    last_used_at: Mapped[float | None] = mapped_column(Double)
 
 
 class TombstoneRow(Base):
