@@ -54,9 +54,9 @@ async def _delete_some(app: web.Application) -> int:
     found = await repository.expired_sessions(time.time() - server.anonymous_seconds, server.anonymous_sessions)
     busy = {core.id for core in kv.sessions.cores() if core.turns}
     gone = 0
-    for _, name in found:
+    for tenant, name in found:
         if name not in busy:
             with contextlib.suppress(SessionNotFound):
-                await kv.sessions.delete(name)
+                await kv.tenant(tenant).delete(name)
                 gone += 1
     return gone

@@ -34,12 +34,12 @@ def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     app[KV] = kv
     app[SERVER] = server
     app[DOCUMENT] = document(ROUTES)
+    app.cleanup_ctx.append(expiring)
     app[STOPPING] = asyncio.Event()
     app[GUARD] = Guard(kv.sessions.repository)
     app.on_startup.append(guarded)
     app.on_response_prepare.append(grant)
     app.on_shutdown.append(_stopping)
-    app.cleanup_ctx.append(expiring)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, partial(answered, route))
     return app

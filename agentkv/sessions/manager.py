@@ -100,9 +100,9 @@ class Sessions:
         """A new conversation. System prompt, tools and template arguments are frozen with it.
 
         ``policy``: what stays in the KV state, ``SinkWindow(4096)`` or its text ``"sink:4096"``; ``"adaptive"`` keeps
-        everything as long as that fits; by default ``Settings.default_policy``. Raises ``InvalidRequest`` for what the
-        template, the model or this runtime cannot honour, ``LimitExceeded`` where the tenant's key allows no more.
-        ``caller``: how clients that hold no id find it.
+        everything as long as that fits; by default ``Settings.default_policy``. ``caller``: how clients that hold no id
+        find it. Raises ``InvalidRequest`` for what the template, the model or this runtime cannot honour,
+        ``LimitExceeded`` where the tenant's key allows no more.
         """
         self._check_open()
         retention = accepting.chosen_policy(self._settings.default_policy if policy is None else policy)

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from asking import MODEL, Asked, client_of, quiet, sessions, state, until, user
 from homes import chat_folder
 from openai import APIError, BadRequestError, NotFoundError, OpenAI
-from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
-from serving import Server, serving
 
-MODEL = "chat-llama-0"
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 WEATHER = {
     "type": "function",
@@ -34,42 +32,10 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     root = tmp_path_factory.mktemp("chat")
-    with serving(root / "home", chat_folder(root)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with quiet(root / "home", chat_folder(root)) as served, client_of(served) as client:
         yield client
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-class Asked:
-    """A completion, and what its headers say."""
-
-    def __init__(self, client: OpenAI, messages: list[Any], *, max_tokens: int | None = 8, **more: Any) -> None:
-        given = {} if max_tokens is None else {"max_tokens": max_tokens}
-        raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, **given, **more)
-        self.answer: ChatCompletion = raw.parse()
-        self.session = raw.headers["x-agentkv-session"]
-        self.cache = dict(part.split("=") for part in raw.headers["x-agentkv-cache"].split(";"))
-        self.message = self.answer.choices[0].message
-        usage = self.answer.usage
-        assert usage is not None and usage.prompt_tokens_details is not None
-        self.cached = usage.prompt_tokens_details.cached_tokens
-        self.prompt, self.total = usage.prompt_tokens, usage.total_tokens
-        assert int(self.cache["reused"]) == self.cached
-        assert int(self.cache["computed"]) == self.prompt - (self.cached or 0)
-
-    @property
-    def text(self) -> str:
-        return self.message.content or ""
 
 
 def test_models_are_those_that_are_served(client: OpenAI) -> None:
@@ -268,6 +234,8 @@ def test_a_session_that_runs_is_forked_and_never_refused(client: OpenAI) -> None
     stream.close()
     assert beside.session != first.session
     assert beside.cached == first.total - 1
+    until(lambda: not state(client, first.session)["busy"])
+    assert state(client, first.session)["ledger_tokens"] == first.total, "whoever disconnects has the turn rolled back"
 
 
 @pytest.mark.parametrize(
@@ -339,16 +307,11 @@ def test_fields_that_say_nothing_are_taken(client: OpenAI) -> None:
 
 def test_a_failure_in_a_stream_is_raised_by_the_client(tmp_path: Path) -> None:
     with (
-        serving(tmp_path / "home", chat_folder(tmp_path), server_grace_seconds=0.0) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        quiet(tmp_path / "home", chat_folder(tmp_path), server_grace_seconds=0.0) as served,
+        client_of(served) as client,
     ):
         stream = client.chat.completions.create(model=MODEL, messages=[user("much " * 3000)], stream=True)
         with pytest.raises(APIError, match="the limit is 1,024") as caught:
             list(stream)
         assert caught.value.code == "context_length_exceeded"
         assert sessions(client) == []
-
-
-def sessions(client: OpenAI) -> list[str]:
-    """Ids of all that there are."""
-    return [each["id"] for each in client.get("/sessions", cast_to=object)["data"]]  # type: ignore[index]

@@ -126,7 +126,7 @@ every_kind = pytest.mark.parametrize(
     "run",
     [
         ("bfloat16", "exact"),
-        ("float32", "raw"),
+        pytest.param(("float32", "raw"), marks=pytest.mark.full),
         pytest.param(("bfloat16", "raw"), marks=pytest.mark.full),
         pytest.param(("float32", "exact"), marks=pytest.mark.full),
     ],

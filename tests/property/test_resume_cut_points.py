@@ -214,7 +214,7 @@ def test_wherever_it_is_cut_a_session_goes_on_as_transformers_would(
 
 
 @pytest.mark.full
-@settings(max_examples=80, suppress_health_check=_SHARED)
+@settings(max_examples=30, suppress_health_check=_SHARED)
 @given(codec=st.sampled_from(["exact", "raw"]), played=operations)
 def test_wherever_it_is_cut_a_session_goes_on_as_transformers_would_many_times(
     bench: Bench, codec: str, played: list[tuple[Any, ...]]
