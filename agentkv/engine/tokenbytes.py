@@ -29,13 +29,13 @@ class TokenBytes:
 
     def of(self, token: int) -> bytes:
         """Empty for an id that is no token."""
+        piece = self._backend.id_to_token(token) or ""
+        if self._bytes is None and (byte := _BYTE.fullmatch(piece)) is not None:
+            return bytes.fromhex(byte[1])
         if token in self._added:
             return self._added[token].encode()
-        piece = self._backend.id_to_token(token) or ""
         if self._bytes is not None:
             return bytes(self._bytes[c] for c in piece if c in self._bytes)
-        if (byte := _BYTE.fullmatch(piece)) is not None:
-            return bytes.fromhex(byte[1])
         return piece.replace("▁", " ").encode()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentkv.errors import InvalidRequest, SessionBusy, SessionNotFound
+from agentkv.errors import AgentKVError, Closed, InvalidRequest, LimitExceeded, SessionBusy, SessionNotFound
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Event
 from agentkv.schemas.sampling import SamplingParams
@@ -70,8 +70,9 @@ class Recognised:
                     async for event in events:
                         started = True
                         yield event
-            except SessionBusy:
-                if started or self.elsewhere is None:
+            except (SessionBusy, Closed) as error:
+                gone = isinstance(error, Closed) and self.session._core.deleted
+                if started or self.elsewhere is None or not (gone or isinstance(error, SessionBusy)):
                     raise
                 other = await self.elsewhere()
                 self.session, self.new, self.matched = other.session, other.new, other.matched
@@ -95,7 +96,7 @@ class Recognised:
                 yield event  # type: ignore[misc]
 
     async def _forget(self) -> None:
-        with suppress(SessionNotFound):
+        with suppress(AgentKVError):  # what went wrong with the turn is told; nobody else is waiting for this
             await self.session.delete()
 
 
@@ -104,34 +105,46 @@ async def recognised(
 ) -> Recognised:
     """Where a whole conversation is answered whose client holds no id.
 
-    ``cache_key``: what the client calls its requests: of equally long beginnings that of a session under the same key
-    is taken, and only such a session is gone on with. ``apart``: none is gone on with. Raises as ``Sessions.create``.
+    ``cache_key``: what the client calls its requests: a session under the same key whose end is such a beginning goes
+    on, and none under another key. ``apart``: none at all. Raises as ``Sessions.create``.
     """
     caller = Caller(anonymous=True, cache_key=cache_key)
     for _ in range(_ATTEMPTS):
+        if cache_key is not None and not apart:
+            matched, nodes = await longest(sessions, history, cache_key, mine=True)
+            if found := await _in_place(sessions, history, matched, nodes, cache_key):
+                return found
         matched, nodes = await longest(sessions, history, cache_key)
-        if not nodes:
-            break
         try:
+            if not nodes:
+                return await begun(sessions, history, caller)
             if not apart and (found := await _in_place(sessions, history, matched, nodes, cache_key)):
                 return found
             return await branched(sessions, history, matched, nodes[0].session.id, nodes[0].item, caller)
         except (SessionNotFound, LedgerConflict):
             continue
+        except LimitExceeded:
+            if not await _made_room(sessions):
+                raise
     return await begun(sessions, history, caller)
 
 
-async def longest(sessions: Sessions, history: History, cache_key: str | None) -> tuple[int, list[Node]]:
-    """How many of its messages some session has, and where: the best places first."""
+async def longest(
+    sessions: Sessions, history: History, cache_key: str | None, *, mine: bool = False
+) -> tuple[int, list[Node]]:
+    """How many of its messages some session has, and where: the best places first. ``mine``: sessions under the key."""
     start = sessions.root(history)
     chains = digests(start, history.messages)
     repository, tenant = sessions.repository, sessions.tenant
     while chains:
-        matched = await repository.longest_chain(tenant, chains)
+        matched = await repository.longest_chain(tenant, chains, cache_key if mine else None)
         if not matched:
             break
         found = await repository.nodes(tenant, chains[matched - 1], cache_key, _CANDIDATES)
-        if nodes := [node for node in found if root_of(node.session) == start]:
+        nodes = [node for node in found if root_of(node.session) == start]
+        if mine:
+            nodes = [node for node in nodes if node.session.cache_key == cache_key]
+        if nodes:
             return matched, nodes
         chains = chains[: matched - 1]  # these have another policy or model by now
     return 0, []
@@ -187,3 +200,14 @@ async def _in_place(
             elsewhere = partial(recognised, sessions, history, cache_key=cache_key, apart=True)
             return Recognised(sessions, session, new, matched, behind=end, elsewhere=elsewhere)
     return None
+
+
+async def _made_room(sessions: Sessions) -> bool:
+    """Whether a session that nobody holds the id of gave way, the one idle for longest: the tenant may have no more."""
+    busy = {core.id for core in sessions.cores() if core.turns}
+    for name in await sessions.repository.oldest_anonymous(sessions.tenant, _CANDIDATES + len(busy)):
+        if name not in busy:
+            with suppress(SessionNotFound):
+                await sessions.delete(name)
+                return True
+    return False

@@ -204,3 +204,21 @@ def test_an_unknown_sampling_parameter_suggests_the_nearest() -> None:
     with pytest.raises(InvalidRequest, match=r"did you mean 'temperature'.*known: .*top_p") as caught:
         SamplingParams.build(temprature=1)
     assert caught.value.param == "temprature"
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("<think>\nhm\n</think>\n\nParis", "Paris"),
+        ("hm\n</think>\n\nParis", "Paris"),  # the prompt has opened it
+        ("<think></think>", ""),
+        ("Paris", "Paris"),
+        ("<think>never closed", "<think>never closed"),
+        ("In XML: <think>a</think>", "In XML: <think>a</think>"),
+    ],
+)
+def test_reasoning_at_the_beginning_of_an_answer_does_not_count(text: str, rest: str) -> None:
+    mine, theirs = (normalise([{"role": "assistant", "content": each}]) for each in (text, rest))
+    assert identities(mine) == identities(theirs)
+    asked = normalise([{"role": "user", "content": text}])
+    assert identities(asked)[0]["text"] == text.strip()

@@ -14,8 +14,8 @@ __all__ = ["session_for", "tell"]
 
 
 async def session_for(call: Call, history: History, *, session_id: str | None, cache_key: str | None) -> Recognised:
-    """By ``session_id``, else the header ``X-Session-ID``, else by what was said: of equally long conversations that
-    under ``cache_key``; else a new one. Raises as ``named`` and ``recognised`` do."""
+    """By ``session_id``, else the header ``X-Session-ID``, else by what was said, under ``cache_key`` first; else a new
+    one. Raises as ``named`` and ``recognised`` do."""
     name = session_id or call.request.headers.get("X-Session-ID") or None
     if name is not None:
         found = await named(call.sessions, name, history, cache_key=cache_key or None)

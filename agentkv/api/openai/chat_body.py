@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -44,7 +44,7 @@ class ChatBody(BaseModel):
         "without a system prompt and without answers are then new ones, behind what it holds.",
     )
     tools: list[_Object] | None = Field(None, description="Functions. `strict` holds for calls that are forced.")
-    tool_choice: Literal["auto", "none", "required"] | _Object | None = None
+    tool_choice: Any = Field(None, description="`auto`, `none`, `required`, or a function by its name.")
     response_format: _Object | None = Field(None, description="`text`, `json_object` or `json_schema`.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -62,7 +62,7 @@ class ChatBody(BaseModel):
     prompt_cache_key: str | None = Field(
         None,
         max_length=200,
-        description="Of equally long conversations that of the same key is gone on with, and no other.",
+        description="Conversations of the same key are gone on with first, and none of another.",
     )
     template_args: _Object | None = Field(None, description="Arguments of the chat template.")
 

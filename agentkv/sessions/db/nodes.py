@@ -11,20 +11,22 @@ from agentkv.sessions.db.ledger import item_record, session_record
 from agentkv.sessions.db.records import Node, SessionRecord
 from agentkv.sessions.db.schema import ItemRow, SessionRow
 
-__all__ = ["expired", "longest_chain", "named_session", "nodes"]
+__all__ = ["expired", "longest_chain", "named_session", "nodes", "oldest_anonymous"]
 
 _BATCH = 256
 """Chains looked up at once; SQLite and PostgreSQL limit the parameters of one statement."""
 
 
-def longest_chain(db: Session, tenant: str, chains: Sequence[str]) -> int:
-    """How many of ``chains``, of ever longer beginnings of one conversation, there are up to the last known; or 0."""
+def longest_chain(db: Session, tenant: str, chains: Sequence[str], cache_key: str | None) -> int:
+    """How many of ``chains``, of ever longer beginnings of one conversation, there are up to the last known; or 0.
+    ``cache_key``: in a session under it; ``None``: in any."""
+    mine = () if cache_key is None else (SessionRow.cache_key == cache_key,)
     for stop in range(len(chains), 0, -_BATCH):
         batch = chains[max(0, stop - _BATCH) : stop]
         query = (
             select(ItemRow.chain)
             .join(SessionRow, SessionRow.id == ItemRow.session_id)
-            .where(ItemRow.chain.in_(batch), SessionRow.tenant == tenant)
+            .where(ItemRow.chain.in_(batch), SessionRow.tenant == tenant, *mine)
             .distinct()
         )
         known = set(db.scalars(query))
@@ -53,6 +55,12 @@ def named_session(db: Session, tenant: str, name: str) -> SessionRecord | None:
     """The session that the tenant's clients call ``name``."""
     row = db.scalar(select(SessionRow).where(SessionRow.tenant == tenant, SessionRow.name == name))
     return None if row is None else session_record(row)
+
+
+def oldest_anonymous(db: Session, tenant: str, limit: int) -> list[str]:
+    """Anonymous sessions of the tenant, the least recently used first."""
+    query = select(SessionRow.id).where(SessionRow.anonymous, SessionRow.tenant == tenant)
+    return list(db.scalars(query.order_by(SessionRow.updated_at).limit(limit)))
 
 
 def expired(db: Session, before: float, most: int, limit: int) -> list[tuple[str, str]]:

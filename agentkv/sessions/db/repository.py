@@ -240,10 +240,10 @@ class Repository:
         """The newest turn; ``None`` before the first."""
         return await self._transactions.read(lambda db: ledger.last_turn(db, session_id))
 
-    async def longest_chain(self, tenant: str, chains: Sequence[str]) -> int:
+    async def longest_chain(self, tenant: str, chains: Sequence[str], cache_key: str | None = None) -> int:
         """How many of ``chains``, of ever longer beginnings of one conversation, lead to the last one that an item of
-        the tenant's has; 0 where none does."""
-        return await self._transactions.read(lambda db: nodes.longest_chain(db, tenant, chains))
+        the tenant's has; 0 where none does. ``cache_key``: in a session under it alone."""
+        return await self._transactions.read(lambda db: nodes.longest_chain(db, tenant, chains, cache_key))
 
     async def nodes(self, tenant: str, chain: str, cache_key: str | None, limit: int) -> list[Node]:
         """Where a conversation with that chain can go on, the best places first: see ``nodes.nodes``."""
@@ -252,6 +252,10 @@ class Repository:
     async def named_session(self, tenant: str, name: str) -> SessionRecord | None:
         """The session that the tenant's clients call ``name``; ``None`` where there is none."""
         return await self._transactions.read(lambda db: nodes.named_session(db, tenant, name))
+
+    async def oldest_anonymous(self, tenant: str, limit: int) -> list[str]:
+        """Anonymous sessions of a tenant, the least recently used first."""
+        return await self._transactions.read(lambda db: nodes.oldest_anonymous(db, tenant, limit))
 
     async def expired_sessions(self, before: float, most: int, limit: int = 100) -> list[tuple[str, str]]:
         """Tenant and id of anonymous sessions that were last used before unix second ``before``, or are more than
