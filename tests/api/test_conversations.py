@@ -74,7 +74,7 @@ def test_items_are_created_listed_retrieved_and_deleted(client: OpenAI) -> None:
     page = client.conversations.items.list(made.id, limit=2)
     assert [item.content[0].text for item in page.data] == ["Four.", "Three."]  # type: ignore[union-attr]
     three = added.data[0].id  # type: ignore[union-attr]
-    assert client.conversations.items.retrieve(three, conversation_id=made.id) == added.data[0]
+    assert client.conversations.items.retrieve(three, conversation_id=made.id).to_dict() == added.data[0].to_dict()
     first = Answered(client, "Five.", conversation=made.id)
     # The last item: what comes before keeps its KV.
     last = client.conversations.items.list(made.id, limit=1).data[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from agentkv.api.openai.fields import only
 from agentkv.api.openai.response_items import messages_of
@@ -59,7 +59,7 @@ class Asked(BaseModel):
         None,
         description="Functions. Left out, they are those of what is gone on from. `strict` holds where one is forced.",
     )
-    tool_choice: Literal["auto", "none", "required"] | _Object | None = None
+    tool_choice: Any = Field(None, description="`auto`, `none`, `required`, or a function by its name.")
     parallel_tool_calls: bool | None = Field(None, description="`false` only without tools.")
     text: TextFormat | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
@@ -74,6 +74,19 @@ class Asked(BaseModel):
     def _without_nulls(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: said for name, said in value.items() if said is not None}
+        return value
+
+    @field_validator("input", "conversation", mode="before")
+    @classmethod
+    def _as_documented(cls, value: Any, info: ValidationInfo) -> Any:
+        # A union's own error would name its members, not the field.
+        other: type = list if info.field_name == "input" else dict
+        if value is not None and not isinstance(value, str | other):
+            raise InvalidRequest(
+                f"{info.field_name}: must be a string or {'a list' if other is list else 'an object'}, "
+                f"not {type(value).__name__}",
+                param=info.field_name,
+            )
         return value
 
     @property
@@ -92,8 +105,15 @@ class Asked(BaseModel):
 
     def wanted(self) -> Wanted:
         """What it says of the head."""
-        tools = None if self.tools is None else tuple(function_tools([_chat_tool(tool) for tool in self.tools]) or ())
-        return Wanted(self.instructions, tools)
+        if self.tools is None:
+            return Wanted(self.instructions)
+        try:
+            tools = function_tools([_chat_tool(tool) for tool in self.tools])
+        except InvalidRequest as error:  # it speaks of the form that chat completions have
+            error.args = (str(error).replace(".function", ""),)
+            error.param = (error.param or "tools").replace(".function", "")
+            raise
+        return Wanted(self.instructions, tuple(tools or ()))
 
     def check(self) -> None:
         """Raise ``InvalidRequest`` for fields that do not go together."""
