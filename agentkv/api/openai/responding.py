@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -49,6 +50,7 @@ async def responding(
     running = Running(call.tenant.name, answer)
     registry = call.request.app[RUNNING]
     registry[answer.id] = running
+    ending = asyncio.create_task(running.stop.wait())
     found.answer_id = answer.item_id
     repository, sessions = found.sessions.repository, found.sessions
 
@@ -58,7 +60,7 @@ async def responding(
 
     try:
         async with aclosing(found.stream(sampling)) as events:
-            while (event := await _next(events, running.stop)) is not None:
+            while (event := await _next(events, ending)) is not None:
                 tell(call, event)
                 out = list(answer.events(event))
                 if isinstance(event, Done) and store:
@@ -75,18 +77,17 @@ async def responding(
         for each in last:
             yield each
     finally:
+        ending.cancel()
         registry.pop(answer.id, None)
         running.ended.set()
 
 
-async def _next(events: AsyncGenerator[Event], stop: asyncio.Event) -> Event | None:
-    """The next event; ``None`` once ``stop`` is set, and the turn is rolled back. What is committed then stands."""
-    ending = asyncio.create_task(stop.wait())
+async def _next(events: AsyncGenerator[Event], ending: asyncio.Task[Any]) -> Event | None:
+    """The next event; ``None`` once ``ending`` is done, and the turn is rolled back."""
     following = asyncio.ensure_future(anext(events))
     try:
         await asyncio.wait({following, ending}, return_when=asyncio.FIRST_COMPLETED)
         return following.result() if following.done() else None
     finally:
-        ending.cancel()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
