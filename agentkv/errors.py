@@ -8,6 +8,7 @@ AgentKVError
 │   └── Unsupported             a model or feature that is refused by name
 ├── NotFound                    (also a LookupError)
 │   ├── KeyNotFound
+│   ├── ResponseNotFound
 │   ├── SessionNotFound
 │   └── ModelNotFound
 ├── SessionBusy                 another turn is running on this session
@@ -46,6 +47,7 @@ __all__ = [
     "ModelUnavailable",
     "NotFound",
     "QuotaReached",
+    "ResponseNotFound",
     "SessionBusy",
     "SessionNotFound",
     "StorageError",
@@ -121,6 +123,16 @@ class SessionNotFound(NotFound):
     def __init__(self, session_id: str) -> None:
         super().__init__(f"there is no session {session_id!r}; `agentkv sessions list` shows those that exist")
         self.session_id = session_id
+
+
+class ResponseNotFound(NotFound):
+    """No response of this tenant has that id: it was deleted, its session was, or it was not to be stored."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"there is no response {response_id!r}: it was deleted, its session was, or it was made with store: false"
+        )
+        self.response_id = response_id
 
 
 class KeyNotFound(NotFound):

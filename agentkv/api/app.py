@@ -13,6 +13,7 @@ from agentkv.api.anonymous import expiring
 from agentkv.api.auth import GUARD, Guard, guarded, tenant_of
 from agentkv.api.calls import KV, SERVER, STOPPING, answered, route_of
 from agentkv.api.errors import Overloaded, error_answers
+from agentkv.api.openai.responding import RUNNING
 from agentkv.api.openapi import DOCUMENT, document
 from agentkv.api.origins import cross_origin, grant
 from agentkv.api.routes import ROUTES
@@ -36,6 +37,7 @@ def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     app[DOCUMENT] = document(ROUTES)
     app.cleanup_ctx.append(expiring)
     app[STOPPING] = asyncio.Event()
+    app[RUNNING] = {}
     app[GUARD] = Guard(kv.sessions.repository)
     app.on_startup.append(guarded)
     app.on_response_prepare.append(grant)

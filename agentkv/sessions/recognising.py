@@ -46,6 +46,7 @@ class Recognised:
     ``session``: which answers; another one once ``stream`` has found it busy. ``made``: for this request alone.
     ``behind``: length of the ledger that it goes on from. ``again``: the answer takes the place of the last one.
     ``elsewhere``: where else it can be answered; ``None``: nowhere. ``moved`` is called where it is.
+    ``answer_id``: of the answer's item, where it is to have one that is known before.
     """
 
     sessions: Sessions
@@ -57,6 +58,7 @@ class Recognised:
     again: bool = False
     elsewhere: Callable[[], Awaitable[Recognised]] | None = field(default=None, repr=False)
     moved: Callable[[], object] | None = field(default=None, repr=False)
+    answer_id: str | None = None
 
     async def stream(self, sampling: SamplingParams) -> AsyncGenerator[Event]:
         """Take the turn; events as those of ``Session.stream``, a ``Begun`` first. Raises as it does, ``SessionBusy``
@@ -86,7 +88,9 @@ class Recognised:
 
     async def _turn(self, sampling: SamplingParams) -> AsyncGenerator[Event]:
         kind: Any = "send" if self.new else "continue"
-        request = TurnInput(kind, self.new, sampling=sampling, again=self.again, behind=self.behind)
+        request = TurnInput(
+            kind, self.new, sampling=sampling, again=self.again, behind=self.behind, answer_id=self.answer_id
+        )
         async with aclosing(self.sessions.run(self.session._core, request, False)) as events:
             async for event in events:
                 yield event  # type: ignore[misc]

@@ -66,6 +66,8 @@ class TurnInput:
     """The answer takes the place of the session's last one."""
     behind: int | None = None
     """Length of the ledger that it goes on from. ``SessionBusy`` where another turn was faster; ``None``: any."""
+    answer_id: str | None = None
+    """Of the answer's item; ``None``: a new one."""
 
     @property
     def raw(self) -> bool:
@@ -146,6 +148,12 @@ class Turn:
             self.events.put_nowait(error)
         finally:
             self._tiers.residency.admission.freed()  # it is idle now: its memory may be had
+
+    async def rendered(self) -> tuple[list[ItemRecord], list[int]]:
+        """The items and token ids of its input, for who commits them without computing. Call with the gate held."""
+        await self._core.load(self._tiers.repository)
+        found = await asyncio.to_thread(self._render)
+        return self._items(found, Message(role="assistant", content=""), 0), found.ids
 
     async def _committed_turn(self) -> Done | Appended:
         core = self._core
@@ -545,7 +553,8 @@ class Turn:
         chain = core.chain.copy()
 
         def add(role: str, kind: Any, content: Any, span: Span, made: bool) -> None:
-            name, seq = f"item_{secrets.token_hex(12)}", core.items + len(items)
+            name = (made and request.answer_id) or f"item_{secrets.token_hex(12)}"
+            seq = core.items + len(items)
             item = ItemRecord(name, seq, core.record.turns, role, kind, content, span, made)
             items.append(replace(item, chain=chain.then_item(item, core.record)))
 

@@ -23,6 +23,7 @@ __all__ = [
     "Manifest",
     "ManifestConflict",
     "Node",
+    "ResponseRecord",
     "ResumePoint",
     "SegmentRecord",
     "SessionRecord",
@@ -67,7 +68,7 @@ class SessionRecord:
     seconds. ``parent_id``: the session that it was forked from, at its own ledger position ``forked_at``; it may be
     deleted by now. ``clock``: the time that its template is told, ``None`` for ``created_at``. ``anonymous``: no client
     has named it, and it goes when it has been idle for long; ``name``: what its clients call it; ``cache_key``: of the
-    requests that it answers.
+    requests that it answers; ``instructions``: the beginning of ``system`` that responses replace.
     """
 
     id: str
@@ -97,6 +98,7 @@ class SessionRecord:
     anonymous: bool = False
     name: str | None = None
     cache_key: str | None = None
+    instructions: str | None = None
 
     @property
     def held(self) -> Placement:
@@ -209,6 +211,23 @@ class ChunkFacts:
     kv_fingerprint: str
     nbytes: int
     sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRecord:
+    """A response that a client can come back to: it ends with item ``item_id`` of its session.
+
+    ``session_id``, ``item_id``: ``None`` where nothing was committed. ``instructions``: those that it was made under,
+    a beginning of its session's system prompt. ``body``: the response as it was sent.
+    """
+
+    id: str
+    tenant: str
+    session_id: str | None
+    item_id: str | None
+    instructions: str | None
+    body: dict[str, Any]
+    created_at: float
 
 
 @dataclass(frozen=True, slots=True)

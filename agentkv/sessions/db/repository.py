@@ -11,7 +11,7 @@ from typing import Any, Self
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from agentkv.sessions.db import branching, chunks, keys, ledger, manifest, nodes, whole
+from agentkv.sessions.db import branching, chunks, keys, ledger, manifest, nodes, responses, rewriting, whole
 from agentkv.sessions.db.engine import async_url
 from agentkv.sessions.db.records import (
     ChunkFacts,
@@ -22,6 +22,7 @@ from agentkv.sessions.db.records import (
     KeyRecord,
     Manifest,
     Node,
+    ResponseRecord,
     ResumePoint,
     SegmentRecord,
     SessionRecord,
@@ -189,6 +190,35 @@ class Repository:
         Raises ``LedgerConflict`` where its ledger is not as long as the cut says.
         """
         return await self._transactions.write(lambda db: branching.rewind_session(db, session_id, tenant, cut))
+
+    async def rewrite_session(
+        self,
+        record: SessionRecord,
+        items: Sequence[ItemRecord],
+        ids: Sequence[int],
+        turns: Sequence[TurnRecord],
+        expect_length: int,
+    ) -> list[str]:
+        """The session is ``record`` from now on, with these items and ``turns`` that fill ``ids``, and without KV.
+
+        Raises ``LedgerConflict`` where it is not ``expect_length`` long. Returns the chunks that lost their last
+        reference.
+        """
+        return await self._transactions.write(
+            lambda db: rewriting.rewrite_session(db, record, items, ids, turns, expect_length)
+        )
+
+    async def add_response(self, record: ResponseRecord) -> bool:
+        """Keep a response. ``False`` where its session is not there any more."""
+        return await self._transactions.write(lambda db: responses.add_response(db, record))
+
+    async def get_response(self, response_id: str, tenant: str = "default") -> ResponseRecord:
+        """Raises ``ResponseNotFound``, also for another tenant's."""
+        return await self._transactions.read(lambda db: responses.get_response(db, response_id, tenant))
+
+    async def delete_response(self, response_id: str, tenant: str = "default") -> None:
+        """Its session stays. Raises ``ResponseNotFound``."""
+        await self._transactions.write(lambda db: responses.delete_response(db, response_id, tenant))
 
     async def ledger(self, session_id: str) -> array[int]:
         """All token ids of a session, as an ``array('i')``."""

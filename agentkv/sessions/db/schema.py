@@ -19,6 +19,7 @@ __all__ = [
     "ItemRow",
     "KeyRow",
     "LedgerRow",
+    "ResponseRow",
     "ResumePointRow",
     "SegmentRow",
     "SessionRow",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 VERSION_TABLE = "agentkv_schema"
-REVISIONS = ("0001", "0002", "0003", "0004", "0005")
+REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
 """Every revision this version of agentkv knows, oldest first."""
 
 _JSON = JSON(none_as_null=True)
@@ -92,6 +93,7 @@ class SessionRow(Base):
     anonymous: Mapped[bool] = mapped_column(server_default=false())
     name: Mapped[str | None] = mapped_column(String(200))
     cache_key: Mapped[str | None] = mapped_column(String(200))
+    instructions: Mapped[str | None] = mapped_column(_LONG_TEXT)
 
 
 class LedgerRow(Base):
@@ -185,6 +187,23 @@ class ResumePointRow(Base):
     position: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(32), primary_key=True)
     placement: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
+
+
+class ResponseRow(Base):
+    """One response; see ``ResponseRecord``. It goes with its session."""
+
+    __tablename__ = "agentkv_responses"
+    __table_args__ = (Index(None, "session_id"),)
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(128))
+    session_id: Mapped[str | None] = mapped_column(
+        String(64), ForeignKey("agentkv_sessions.id", ondelete="CASCADE"), nullable=True
+    )
+    item_id: Mapped[str | None] = mapped_column(String(64))
+    instructions: Mapped[str | None] = mapped_column(_LONG_TEXT)
+    body: Mapped[dict[str, Any]] = mapped_column(_JSON)
+    created_at: Mapped[float] = mapped_column(Double)
 
 
 class KeyRow(Base):
