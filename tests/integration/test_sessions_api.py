@@ -469,6 +469,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.full
 def test_every_module_imports_alone() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE, *modules()], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr
