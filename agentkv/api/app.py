@@ -30,7 +30,7 @@ def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     app = web.Application(
         middlewares=[cross_origin, error_answers, Bound(server.max_streams).middleware, tenant_of],
         client_max_size=server.max_body,
-        handler_args={"auto_decompress": False},
+        handler_args={"auto_decompress": False},  # a small body is not to become a large one
     )
     app[KV] = kv
     app[SERVER] = server

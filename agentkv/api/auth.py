@@ -117,9 +117,9 @@ class Guard:
 
     def _count(self, key: KeyRecord) -> None:
         now = self._clock()
-        for name, limit, buckets, cost in (
-            ("requests", key.requests_per_minute, self._requests, 1.0),
-            ("tokens", key.tokens_per_minute, self._tokens, 1.0),
+        for name, limit, buckets in (
+            ("requests", key.requests_per_minute, self._requests),
+            ("tokens", key.tokens_per_minute, self._tokens),
         ):
             if limit is None:
                 buckets.pop(key.id, None)
@@ -128,7 +128,7 @@ class Guard:
             if bucket is None or bucket.limit != limit:
                 bucket = buckets[key.id] = Bucket.full(limit, now)
             bucket.refill(now)
-            if wait := bucket.wait(min(cost, limit) if limit else cost):
+            if wait := bucket.wait(1):
                 raise LimitExceeded(
                     f"key {key.name!r} may have {limit:,} {name} a minute and has used them up; "
                     f"come again in {wait:.0f} s",

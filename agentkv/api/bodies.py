@@ -70,11 +70,7 @@ class Sampling(_Body):
 
     def sampling(self) -> dict[str, Any]:
         """What was given, as ``session.send`` takes it."""
-        return {
-            name: value
-            for name in Sampling.model_fields
-            if (value := getattr(self, name)) is not None and name in self.model_fields_set
-        }
+        return self.model_dump(include=set(Sampling.model_fields), exclude_unset=True, exclude_none=True)
 
 
 class SendBody(Sampling):

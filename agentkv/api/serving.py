@@ -10,6 +10,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from agentkv.api.app import make_app
+from agentkv.api.auth import GUARD
 from agentkv.api.origins import is_loopback
 from agentkv.api.settings import ServerSettings
 from agentkv.errors import InvalidRequest
@@ -34,9 +35,15 @@ async def serve(settings: Settings, server: ServerSettings, *, ready: Callable[[
         loop.add_signal_handler(number, stop.set)
     try:
         async with AgentKV(settings) as kv:
-            await _check_host(kv, server)
+            app = make_app(kv, server)
+            if not is_loopback(server.host) and not await app[GUARD].locked():
+                raise InvalidRequest(
+                    f"host {server.host} can be reached from other machines and there is no key: make one with "
+                    "`agentkv keys create NAME`, or listen on 127.0.0.1",
+                    param="host",
+                )
             runner = web.AppRunner(
-                make_app(kv, server),
+                app,
                 handler_cancellation=True,
                 shutdown_timeout=server.shutdown_seconds,
                 access_log=None,
@@ -61,16 +68,6 @@ async def serve(settings: Settings, server: ServerSettings, *, ready: Callable[[
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):
                 loop.remove_signal_handler(number)
-
-
-async def _check_host(kv: AgentKV, server: ServerSettings) -> None:
-    if is_loopback(server.host) or any(key.revoked_at is None for key in await kv.sessions.repository.keys()):
-        return
-    raise InvalidRequest(
-        f"host {server.host} can be reached from other machines and there is no key: make one with "
-        "`agentkv keys create NAME`, or listen on 127.0.0.1",
-        param="host",
-    )
 
 
 def _url(runner: web.AppRunner, host: str) -> str:

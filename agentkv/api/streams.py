@@ -54,9 +54,6 @@ class _Opening(Generic[E]):
             yield await self._first
         except StopAsyncIteration:
             return
-        except asyncio.CancelledError:
-            await self.cancel()
-            raise
         async for event in self._events:
             yield event
 
@@ -103,7 +100,7 @@ async def stream_answer(
                     log.warning("stream_failed", route=call.route.path, **fault(error))
                     for out in (failed or _failed)(error):
                         await response.send(out.data, event=out.name)
-                    if failed is None and last is not None:
+                    if failed is None:
                         last = None
                 if last is not None:
                     await response.send(last.data, event=last.name)
@@ -116,7 +113,7 @@ async def stream_answer(
 
 
 async def until(ended: asyncio.Event, events: AsyncIterator[E]) -> AsyncGenerator[E]:
-    """``events``, until ``ended`` is set."""
+    """``events``, until ``ended`` is set; what was being waited for is then cancelled, and has ended."""
     ending = asyncio.create_task(ended.wait())
     try:
         while True:
@@ -130,6 +127,7 @@ async def until(ended: asyncio.Event, events: AsyncIterator[E]) -> AsyncGenerato
                 return
             finally:
                 following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
     finally:
         ending.cancel()
 

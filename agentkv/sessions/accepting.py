@@ -7,14 +7,23 @@ from collections.abc import Sequence
 
 from agentkv.engine.loading import LoadedModel
 from agentkv.engine.templates import ChatTemplate
-from agentkv.errors import InvalidRequest, Unsupported
+from agentkv.errors import ContextTooLong, InvalidRequest, Unsupported
 from agentkv.policies.retention import Adaptive, RetentionPolicy, check_fits, parse_policy
 from agentkv.schemas.messages import Message
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, SessionRecord, TurnRecord
 from agentkv.types import Span
 
-__all__ = ["check_core", "check_ledger", "check_movable", "check_pinned", "chosen_policy", "head_of", "head_records"]
+__all__ = [
+    "check_core",
+    "check_head",
+    "check_ledger",
+    "check_movable",
+    "check_pinned",
+    "chosen_policy",
+    "head_of",
+    "head_records",
+]
 
 
 def chosen_policy(policy: str | RetentionPolicy) -> RetentionPolicy:
@@ -37,6 +46,17 @@ def check_movable(policy: RetentionPolicy, model: LoadedModel) -> None:
             f"{fixed}, so that nothing can be evicted: use 'full'",
             param="policy",
         )
+
+
+def check_head(policy: RetentionPolicy, head: Sequence[int], model: LoadedModel) -> None:
+    """``ContextTooLong`` for a head that leaves no room to say anything, ``InvalidRequest`` where no window of the
+    policy holds it."""
+    limit = model.context_limit
+    if len(head) >= limit:
+        raise ContextTooLong(
+            tokens=len(head) + 1, limit=limit, advice="system prompt and tools alone exceed it; shorten them"
+        )
+    check_fits(policy, Span(0, len(head)), limit)
 
 
 def check_pinned(record: SessionRecord, policy: RetentionPolicy) -> None:

@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from agentkv.schemas.messages import Identities, Message
 from agentkv.sessions.db.records import ItemRecord, SessionRecord
+from agentkv.sessions.heads import in_head
 
 __all__ = ["Chain", "chained", "digests", "root", "root_of"]
 
@@ -81,7 +82,7 @@ class Chain:
 
     def then_item(self, item: ItemRecord, record: SessionRecord) -> str | None:
         """Go on to behind an item of the session ``record``. Its head is in the root."""
-        if record.pinned and item.turn == 0:
+        if in_head(record, item):
             return None
         return self.then(None if item.kind == "tokens" else Message.from_canonical(item.content))
 

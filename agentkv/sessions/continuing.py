@@ -21,9 +21,10 @@ from agentkv.errors import InvalidRequest, ResponseNotFound, SessionBusy, Sessio
 from agentkv.schemas.messages import Message
 from agentkv.sessions.db.records import Caller, ItemRecord, LedgerConflict, ResponseRecord, SessionRecord
 from agentkv.sessions.following import keep
+from agentkv.sessions.heads import Head, behind_head, joined
 from agentkv.sessions.histories import History
 from agentkv.sessions.recognising import Recognised, recognised
-from agentkv.sessions.rewriting import Head, behind_head, rewritten
+from agentkv.sessions.rewriting import rewritten
 from agentkv.sessions.session import Session
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ __all__ = [
     "beside",
     "conversation_context",
     "conversed",
-    "joined",
     "responded",
     "response_context",
 ]
@@ -103,12 +103,6 @@ def beside(system: str | None, instructions: str | None) -> str | None:
     if not system or not instructions:
         return system or None
     return system.removeprefix(instructions).strip() or None if system.strip() != instructions.strip() else None
-
-
-def joined(*texts: str | None) -> str | None:
-    """As one system prompt; ``None`` where there is none."""
-    said = [text for text in texts if text]
-    return "\n\n".join(said) if said else None
 
 
 async def response_context(sessions: Sessions, response: ResponseRecord, wanted: Wanted) -> Context:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from agentkv.engine.templates import ChatTemplate
 from agentkv.errors import InvalidRequest
 from agentkv.schemas.messages import Message
-from agentkv.sessions.rewriting import Head, behind_head
+from agentkv.sessions.heads import Head, behind_head
 from agentkv.types import Span
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from agentkv.errors import InvalidRequest, SessionBusy
 from agentkv.schemas.messages import Message, identities
 from agentkv.sessions.db.records import Caller, ItemRecord, LedgerConflict
+from agentkv.sessions.heads import behind_head
 from agentkv.sessions.histories import History, same_calls
 from agentkv.sessions.recognising import Recognised, begun, branched, longest, recognised
 from agentkv.sessions.session import Session
@@ -56,7 +57,7 @@ async def followed(
     await keep(sessions, session)
     record = session.record
     whole = history.filled(record)
-    items = [item for item in await sessions.repository.items(session.id) if not (record.pinned and item.turn == 0)]
+    items = behind_head(record, await sessions.repository.items(session.id))
     if items and not history.whole:
         _check_head(whole, session)
         return Recognised(sessions, session, history.messages)

@@ -9,6 +9,7 @@ from typing import Any, Self
 from agentkv.errors import InvalidRequest
 from agentkv.schemas.messages import Message, MessageInput, normalise
 from agentkv.sessions.db.records import ItemRecord, SessionRecord
+from agentkv.sessions.heads import Head
 
 __all__ = ["History", "same_calls"]
 
@@ -44,9 +45,7 @@ class History:
 
     def same_head(self, record: SessionRecord) -> bool:
         """Whether system prompt, tools and template arguments are the session's."""
-        systems = [None if text is None else text.strip() for text in (self.system, record.system)]
-        tools = [list(given or ()) for given in (self.tools, record.tools)]
-        return systems[0] == systems[1] and tools[0] == tools[1] and dict(self.template_args) == record.template_args
+        return Head(self.system, self.tools).same(record) and dict(self.template_args) == record.template_args
 
     def filled(self, record: SessionRecord) -> History:
         """With what it leaves unsaid as the session has it."""

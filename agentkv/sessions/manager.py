@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from agentkv.engine.engine import Engine
 from agentkv.engine.toolcalls.choosing import check_format
-from agentkv.errors import AgentKVError, Closed, ContextTooLong, InvalidRequest, SessionNotFound
+from agentkv.errors import AgentKVError, Closed, InvalidRequest, SessionNotFound
 from agentkv.logs import Log, fault
 from agentkv.policies.retention import RetentionPolicy, check_fits, policy_text
 from agentkv.schemas.messages import MessageInput
@@ -135,12 +135,7 @@ class Sessions:
         )
         core = SessionCore(record, SessionState.NEW)
         template, head = await asyncio.to_thread(accepting.head_of, core, self._model, self._settings.tool_format)
-        limit = self._model.context_limit
-        if len(head) >= limit:
-            raise ContextTooLong(
-                tokens=len(head) + 1, limit=limit, advice="system prompt and tools alone exceed it; shorten them"
-            )
-        check_fits(retention, Span(0, len(head)), limit)
+        accepting.check_head(retention, head, self._model)
         items, turn = accepting.head_records(system, head, now)
         core.record = replace(record, pinned=len(head), ledger_length=len(head), turns=1 if turn else 0)
         await self.repository.create_session(core.record, items, head, turn)

@@ -8,48 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from agentkv.errors import ContextTooLong, InvalidRequest
-from agentkv.policies.retention import check_fits, parse_policy
+from agentkv.errors import InvalidRequest
+from agentkv.policies.retention import parse_policy
 from agentkv.schemas.messages import Message
 from agentkv.sessions import accepting
 from agentkv.sessions.chains import chained
 from agentkv.sessions.core import SessionCore
-from agentkv.sessions.db.records import Cut, ItemRecord, SessionRecord, TurnRecord
+from agentkv.sessions.db.records import Cut, ItemRecord, TurnRecord
+from agentkv.sessions.heads import Head, behind_head
 from agentkv.types import SessionState, Span
 
 if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions
     from agentkv.sessions.session import Session
 
-__all__ = ["Head", "behind_head", "rewritten"]
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What a conversation begins with. ``instructions``: the beginning of ``system`` that responses replace."""
-
-    system: str | None
-    tools: tuple[Mapping[str, Any], ...] | None
-    instructions: str | None = None
-
-    @classmethod
-    def of(cls, record: SessionRecord) -> Head:
-        """A session's."""
-        return cls(record.system, tuple(record.tools) if record.tools else None, record.instructions)
-
-    def same(self, record: SessionRecord) -> bool:
-        """Whether a session has it already."""
-        systems = [None if text is None else text.strip() for text in (self.system, record.system)]
-        return systems[0] == systems[1] and list(self.tools or ()) == list(record.tools or ())
-
-
-def behind_head(record: SessionRecord, items: Sequence[ItemRecord]) -> list[ItemRecord]:
-    """What was said behind the head."""
-    return [item for item in items if not (record.pinned and item.turn == 0)]
+__all__ = ["rewritten"]
 
 
 async def rewritten(
@@ -91,12 +68,7 @@ async def _rewrite(
         )
         other = SessionCore(fresh, SessionState.NEW)
         template, ids = await asyncio.to_thread(accepting.head_of, other, model, settings.tool_format)
-        limit = model.context_limit
-        if len(ids) >= limit:
-            raise ContextTooLong(
-                tokens=len(ids) + 1, limit=limit, advice="system prompt and tools alone exceed it; shorten them"
-            )
-        check_fits(parse_policy(fresh.policy), Span(0, len(ids)), limit)
+        accepting.check_head(parse_policy(fresh.policy), ids, model)
         items, first = accepting.head_records(head.system, ids, now)
         turns = [] if first is None else [first]
         ids = list(ids)

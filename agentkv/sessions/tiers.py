@@ -377,8 +377,7 @@ class Tiers:
     def _note_discarded(self) -> None:
         """Chunks that turned out to be altered left host memory, whoever wanted them there: forks share theirs."""
         for core in self._cores():
-            for name in [name for name in core.held if name not in self.host]:
-                del core.held[name]
+            core.held = {name: nbytes for name, nbytes in core.held.items() if name in self.host}
 
     async def stored_bytes(self, manifest: Manifest) -> int:
         """Bytes on disk of a manifest's chunks."""

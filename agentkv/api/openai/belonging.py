@@ -10,7 +10,7 @@ from agentkv.sessions.following import named
 from agentkv.sessions.histories import History
 from agentkv.sessions.recognising import Recognised, recognised
 
-__all__ = ["session_for", "tell"]
+__all__ = ["session_for", "tell", "told"]
 
 
 async def session_for(call: Call, history: History, *, session_id: str | None, cache_key: str | None) -> Recognised:
@@ -21,11 +21,19 @@ async def session_for(call: Call, history: History, *, session_id: str | None, c
         found = await named(call.sessions, name, history, cache_key=cache_key or None)
     else:
         found = await recognised(call.sessions, history, cache_key=cache_key or None)
+    return found
+
+
+def told(call: Call, found: Recognised) -> None:
+    """In the answer's headers: which session it is, also where it is another one in the end."""
+
+    def tell_session() -> None:
+        call.headers["X-AgentKV-Session"] = found.session.id
+
     if found.made:
         call.request.app[MADE].set()
-    call.headers["X-AgentKV-Session"] = found.session.id
-    found.moved = lambda: call.headers.update({"X-AgentKV-Session": found.session.id})
-    return found
+    tell_session()
+    found.moved = tell_session
 
 
 def tell(call: Call, event: Event) -> None:

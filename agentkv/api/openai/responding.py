@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
 
 from agentkv.api.calls import Call
 from agentkv.api.openai.belonging import tell
 from agentkv.api.openai.response_answer import ResponseAnswer
-from agentkv.api.streams import ServerEvent
-from agentkv.schemas.replies import Done, Event
+from agentkv.api.streams import ServerEvent, until
+from agentkv.schemas.replies import Done
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.db.records import ResponseRecord
 from agentkv.sessions.recognising import Recognised
@@ -50,7 +49,6 @@ async def responding(
     running = Running(call.tenant.name, answer)
     registry = call.request.app[RUNNING]
     registry[answer.id] = running
-    ending = asyncio.create_task(running.stop.wait())
     found.answer_id = answer.item_id
     repository, sessions = found.sessions.repository, found.sessions
 
@@ -59,8 +57,8 @@ async def responding(
         return ResponseRecord(answer.id, sessions.tenant, session, item, instructions, made, float(made["created_at"]))
 
     try:
-        async with aclosing(found.stream(sampling)) as events:
-            while (event := await _next(events, ending)) is not None:
+        async with aclosing(found.stream(sampling)) as turn, aclosing(until(running.stop, turn)) as events:
+            async for event in events:
                 tell(call, event)
                 out = list(answer.events(event))
                 if isinstance(event, Done) and store:
@@ -77,17 +75,5 @@ async def responding(
         for each in last:
             yield each
     finally:
-        ending.cancel()
         registry.pop(answer.id, None)
         running.ended.set()
-
-
-async def _next(events: AsyncGenerator[Event], ending: asyncio.Task[Any]) -> Event | None:
-    """The next event; ``None`` once ``ending`` is done, and the turn is rolled back."""
-    following = asyncio.ensure_future(anext(events))
-    try:
-        await asyncio.wait({following, ending}, return_when=asyncio.FIRST_COMPLETED)
-        return following.result() if following.done() else None
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)

@@ -14,7 +14,7 @@ from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.messages import Message, ToolCall, normalise
 from agentkv.sessions.continuing import beside
 from agentkv.sessions.db.records import ItemRecord, SessionRecord
-from agentkv.sessions.rewriting import behind_head
+from agentkv.sessions.heads import behind_head
 
 __all__ = [
     "call_item",
@@ -74,10 +74,7 @@ def items_of(item: ItemRecord) -> list[dict[str, Any]]:
         result = {"id": f"fco_{name}", "type": "function_call_output", "call_id": message.tool_call_id}
         return [{**result, "output": message.text, "status": "completed"}]
     if message.role != "assistant":
-        part = {"type": "input_text", "text": message.text}
-        return [
-            {"id": f"msg_{name}", "type": "message", "role": message.role, "status": "completed", "content": [part]}
-        ]
+        return [_given_item(name, message.role, message.text)]
     calls = [call_item(name, index, call) for index, call in enumerate(message.tool_calls)]
     if message.text or not calls:
         return [message_item(name, message.text), *calls]
@@ -91,9 +88,7 @@ def listed(record: SessionRecord, items: Iterable[ItemRecord], instructions: str
     opening = beside(record.system, instructions or record.instructions)
     found = []
     if opening is not None and stored and record.pinned:
-        name = stored[0].id.removeprefix("item_")
-        part = {"type": "input_text", "text": opening}
-        found = [{"id": f"msg_{name}", "type": "message", "role": "system", "status": "completed", "content": [part]}]
+        found = [_given_item(stored[0].id.removeprefix("item_"), "system", opening)]
     return found + [each for item in behind_head(record, stored) for each in items_of(item)]
 
 
@@ -113,13 +108,21 @@ def message_item(
 ) -> dict[str, Any]:
     """An answer's text."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-    return {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+    return _text_item(name, "assistant", part, status)
 
 
 def call_item(name: str, index: int, call: ToolCall, *, status: str = "completed") -> dict[str, Any]:
     """An answer's call."""
     said = {"call_id": call.id, "name": call.name, "arguments": call.arguments_text}
     return {"id": f"fc_{name}_{index}", "type": "function_call", "status": status, **said}
+
+
+def _given_item(name: str, role: str, text: str) -> dict[str, Any]:
+    return _text_item(name, role, {"type": "input_text", "text": text}, "completed")
+
+
+def _text_item(name: str, role: str, part: Mapping[str, Any], status: str) -> dict[str, Any]:
+    return {"id": f"msg_{name}", "type": "message", "role": role, "status": status, "content": [part]}
 
 
 def _check_fields(kind: Any, item: Mapping[str, Any], at: str) -> None:

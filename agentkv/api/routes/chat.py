@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from agentkv.api.calls import Call, Routes
-from agentkv.api.openai.belonging import session_for, tell
+from agentkv.api.openai.belonging import session_for, tell, told
 from agentkv.api.openai.chat_answer import Answer, ChatCompletion, ChatCompletionChunk
 from agentkv.api.openai.chat_body import ChatBody
 from agentkv.api.openai.translating import function_tools, model_name
@@ -76,6 +76,7 @@ async def create_chat_completion(call: Call) -> web.StreamResponse:
         usage=bool(body.stream_options and body.stream_options.include_usage),
     )
     found = await session_for(call, history, session_id=body.session_id, cache_key=body.prompt_cache_key)
+    told(call, found)
     events = found.stream(sampling)
     if body.stream:
         return await stream_answer(

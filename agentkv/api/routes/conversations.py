@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,8 +15,9 @@ from agentkv.errors import InvalidRequest, SessionNotFound
 from agentkv.schemas.messages import Message
 from agentkv.sessions.db.records import ItemRecord
 from agentkv.sessions.following import keep
+from agentkv.sessions.heads import Head, behind_head, joined
 from agentkv.sessions.noting import noted
-from agentkv.sessions.rewriting import Head, behind_head, rewritten
+from agentkv.sessions.rewriting import rewritten
 from agentkv.sessions.session import Session
 
 __all__ = ["routes"]
@@ -119,8 +121,7 @@ async def create_conversation_items(call: Call) -> ItemList:
         opening, said = opening_and_rest(said)
         if opening is not None:
             head = Head.of(record)
-            system = opening if head.system is None else f"{head.system}\n\n{opening}"
-            await rewritten(call.sessions, session, Head(system, head.tools, head.instructions))
+            await rewritten(call.sessions, session, replace(head, system=joined(head.system, opening)))
     added = await noted(call.sessions, session, said) if said else []
     call.headers["X-AgentKV-Session"] = session.id
     if not added:

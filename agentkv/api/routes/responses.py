@@ -12,9 +12,8 @@ from typing import Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentkv.api.anonymous import MADE
 from agentkv.api.calls import Call, Routes
-from agentkv.api.openai.belonging import session_for
+from agentkv.api.openai.belonging import session_for, told
 from agentkv.api.openai.names import ConversationUnknown, conversation_of, session_of
 from agentkv.api.openai.responding import RUNNING, responding
 from agentkv.api.openai.response_answer import ResponseAnswer, ResponseEvent, ResponseObject
@@ -31,14 +30,13 @@ from agentkv.sessions.continuing import (
     Wanted,
     conversation_context,
     conversed,
-    joined,
     responded,
     response_context,
 )
 from agentkv.sessions.counting import counted, counted_behind
+from agentkv.sessions.heads import Head, joined
 from agentkv.sessions.histories import History
 from agentkv.sessions.recognising import Recognised
-from agentkv.sessions.rewriting import Head
 
 __all__ = ["routes"]
 
@@ -115,10 +113,7 @@ async def create_response(call: Call) -> web.StreamResponse:
     body.check()
     name, sampling, wanted, new = model_name(call, body.model), body.sampling(), body.wanted(), body.messages()
     found, head = await _found(call, body, wanted, new)
-    if found.made:
-        call.request.app[MADE].set()
-    call.headers["X-AgentKV-Session"] = found.session.id
-    found.moved = lambda: call.headers.update({"X-AgentKV-Session": found.session.id})
+    told(call, found)
     store = call.server.store_responses if body.store is None else body.store
     model = call.kv.model
     answer = ResponseAnswer(
