@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-__all__ = ["Amount", "Bytes", "Settings", "default_home"]
+__all__ = ["Amount", "Bytes", "Layered", "Settings", "default_home"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -43,14 +43,17 @@ def _parse_amount(value: Any) -> Any:
 class _Toml(TomlConfigSettingsSource):
     """The file without its table ``[server]``, or that table alone, where ``table`` of the class says so."""
 
+    def __init__(self, settings_cls: type[BaseSettings], toml_file: Path) -> None:
+        self._table: str | None = getattr(settings_cls, "table", None)  # it is read in the base's constructor
+        super().__init__(settings_cls, toml_file=toml_file)
+
     def _read_file(self, file_path: Any) -> dict[str, Any]:
         data = super()._read_file(file_path)
-        table = getattr(self.settings_cls, "table", None)
-        if table is None:
+        if self._table is None:
             return {name: value for name, value in data.items() if name != "server"}
-        found = data.get(table, {})
+        found = data.get(self._table, {})
         if not isinstance(found, dict):
-            raise ValueError(f"{file_path}: [{table}] is a table of settings, not {found!r}")
+            raise ValueError(f"{file_path}: [{self._table}] is a table of settings, not {found!r}")
         return found
 
 
@@ -59,7 +62,31 @@ Amount = Annotated[Annotated[int, Field(ge=0)] | str, BeforeValidator(_parse_amo
 """Bytes (``4GiB``, ``4294967296``) or a share of what the machine has (``80%``)."""
 
 
-class Settings(BaseSettings):
+class Layered(BaseSettings):
+    """Settings from keyword arguments, then environment, then the TOML file. ``folder``: where that is looked for, if
+    none of the fields is the home folder."""
+
+    folder: ClassVar[Path | None] = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """In that order."""
+        named = os.environ.get("AGENTKV_CONFIG")
+        home = Path(cls.folder or init_settings().get("home") or default_home())
+        toml = Path(named) if named else home.expanduser() / "agentkv.toml"
+        if named and not toml.is_file():
+            raise ValueError(f"AGENTKV_CONFIG names {named}, which is not a file")
+        return init_settings, env_settings, _Toml(settings_cls, toml_file=toml)
+
+
+class Settings(Layered):
     """Configuration of one runtime. Every field is also ``AGENTKV_<NAME>`` and a TOML key."""
 
     model_config = SettingsConfigDict(env_prefix="AGENTKV_", extra="forbid", frozen=True, validate_default=True)
@@ -152,23 +179,6 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, home: Path) -> Path:
         return home.expanduser().absolute()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Keyword arguments, then environment, then TOML."""
-        named = os.environ.get("AGENTKV_CONFIG")
-        home = Path(init_settings().get("home") or default_home())
-        toml = Path(named) if named else home.expanduser() / "agentkv.toml"
-        if named and not toml.is_file():
-            raise ValueError(f"AGENTKV_CONFIG names {named}, which is not a file")
-        return init_settings, env_settings, _Toml(settings_cls, toml_file=toml)
 
     @property
     def models_dir(self) -> Path:

@@ -17,6 +17,7 @@ from agentkv.api.openai.responding import RUNNING
 from agentkv.api.openapi import DOCUMENT, document
 from agentkv.api.origins import cross_origin, grant
 from agentkv.api.routes import ROUTES
+from agentkv.api.scratch import cleared
 from agentkv.api.settings import ServerSettings
 from agentkv.sessions.runtime import AgentKV
 
@@ -39,12 +40,16 @@ def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     app[STOPPING] = asyncio.Event()
     app[RUNNING] = {}
     app[GUARD] = Guard(kv.sessions.repository)
-    app.on_startup.append(guarded)
+    app.on_startup.extend([guarded, _swept])
     app.on_response_prepare.append(grant)
     app.on_shutdown.append(_stopping)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, partial(answered, route))
     return app
+
+
+async def _swept(app: web.Application) -> None:
+    await asyncio.to_thread(cleared, app[KV].settings.home)
 
 
 async def _stopping(app: web.Application) -> None:

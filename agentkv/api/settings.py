@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from agentkv.settings import Bytes, Settings
+from agentkv.settings import Bytes, Layered
 
-__all__ = ["ServerSettings"]
+__all__ = ["ServerSettings", "server_settings"]
 
 
-class ServerSettings(BaseSettings):
+class ServerSettings(Layered):
     """How the server listens and what it bears. Every field is also ``AGENTKV_SERVER_<NAME>`` and a key of the TOML
     file's table ``[server]``."""
 
@@ -41,16 +42,14 @@ class ServerSettings(BaseSettings):
     )
     anonymous_sessions: int = Field(10_000, ge=1, description="Most of these a tenant may have; the oldest goes first.")
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """As those of the runtime: keyword arguments, then environment, then TOML."""
-        return Settings.settings_customise_sources(
-            settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
-        )
+
+def server_settings(home: Path, **given: Any) -> ServerSettings:
+    """Settings of a server on ``home``, whose ``agentkv.toml`` is read unless ``AGENTKV_CONFIG`` names another file.
+
+    Raises pydantic's ``ValidationError``.
+    """
+
+    class Here(ServerSettings):
+        folder: ClassVar[Path | None] = home
+
+    return Here(**given)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -56,14 +57,14 @@ def settings_from(**given: Any) -> Settings:
     return settings
 
 
-def server_settings_from(**given: Any) -> ServerSettings:
-    """The same for the server's settings."""
-    from agentkv.api.settings import ServerSettings
+def server_settings_from(home: Path, **given: Any) -> ServerSettings:
+    """The same for the server's settings, from the TOML file of ``home``."""
+    from agentkv.api.settings import server_settings
 
-    return _made(ServerSettings, given)
+    return _made(partial(server_settings, home), given)
 
 
-def _made(kind: type[S], given: Mapping[str, Any]) -> S:
+def _made(kind: Callable[..., S], given: Mapping[str, Any]) -> S:
     from pydantic import ValidationError
 
     try:

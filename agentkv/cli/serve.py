@@ -32,4 +32,4 @@ def serve(
     def ready(url: str) -> None:
         typer.echo(f"serving {settings.model} at {url}  (OpenAI clients: base_url={url}/v1, docs: {url}/docs)")
 
-    asyncio.run(run(settings, server_settings_from(host=host, port=port), ready=ready))
+    asyncio.run(run(settings, server_settings_from(settings.home, host=host, port=port), ready=ready))

@@ -284,3 +284,23 @@ def test_it_listens_beyond_loopback_only_with_keys(model: Path, tmp_path: Path) 
     server.command += ["--host", "0.0.0.0"]
     with pytest.raises(AssertionError, match="agentkv keys create"):
         server.start()
+
+
+async def test_the_table_of_its_home_is_read_and_what_a_killed_server_left_is_deleted(
+    model: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    (home / "transfers" / "left").mkdir(parents=True)
+    (home / "agentkv.toml").write_text("max_tokens = 3\n[server]\nmax_body = 400\n")
+    with Served(home, model) as server:
+        assert not (home / "transfers").exists()
+        async with aiohttp.ClientSession(server.url) as http:
+            name = await created(http)
+            reply = await asked(http, "POST", f"/v1/sessions/{name}/messages", {"messages": "x", "ignore_eos": True})
+            assert reply["usage"]["completion_tokens"] == 3
+            refused = await asked(http, "POST", f"/v1/sessions/{name}/messages", {"messages": "x" * 500}, 413)
+            assert refused["error"]["code"] == "body_too_large"
+            async with http.get(f"/v1/sessions/{name}/export") as response:
+                assert len(await response.read()) == response.content_length
+        assert await server.stopped() == 0
+        assert not list((home / "transfers").iterdir())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -14,6 +12,7 @@ from aiohttp import web
 from agentkv.api import bodies
 from agentkv.api.calls import STOPPING, Call, Routes, adapter
 from agentkv.api.headers import cache_header
+from agentkv.api.scratch import scratch
 from agentkv.api.streams import ServerEvent, stream_answer, until
 from agentkv.errors import ImportRefused, InvalidRequest
 from agentkv.schemas.replies import Begun, Done, Event, Item, Reply, SessionInfo, TextDelta, ToolCallEvent
@@ -235,12 +234,12 @@ async def verify_session(call: Call) -> Verification:
 async def export_session(call: Call) -> web.StreamResponse:
     """Download a session with its KV as one checked file, which `/v1/sessions/import` takes elsewhere."""
     session = await _session(call)
-    with tempfile.TemporaryDirectory(dir=call.kv.settings.home, prefix="export-") as folder:
-        path = Path(folder) / "session.akv"
-        await session.export(path)
+    async with scratch(call) as folder:
+        path = folder / "session.akv"
+        report = await session.export(path)
         response = web.StreamResponse(headers=call.headers)
         response.content_type = "application/octet-stream"
-        response.content_length = path.stat().st_size
+        response.content_length = report.nbytes
         response.headers["Content-Disposition"] = f'attachment; filename="{session.id}.akv"'
         await response.prepare(call.request)
         with await asyncio.to_thread(path.open, "rb") as file:
@@ -264,8 +263,8 @@ async def import_session(call: Call) -> ImportReport:
     All of the file is checked before anything is kept. Where the model is another one it comes without KV, which its
     next turn computes."""
     largest = call.server.max_import
-    with tempfile.TemporaryDirectory(dir=call.kv.settings.home, prefix="import-") as folder:
-        path = Path(folder) / "session.akv"
+    async with scratch(call) as folder:
+        path = folder / "session.akv"
         size = 0
         with await asyncio.to_thread(path.open, "wb") as file:
             async for part in call.request.content.iter_chunked(_PART):
