@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SEED = int(os.environ.get("AGENTKV_TEST_SEED", "0"))
 
+# Where the shell started this in the background, what the tests start would ignore Ctrl-C as this does.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile(
     "agentkv", deadline=None, print_blob=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -24,6 +30,23 @@ settings.load_profile("agentkv")
 
 def pytest_report_header() -> str:
     return f"agentkv seed: {SEED} (AGENTKV_TEST_SEED=… chooses another)"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked ``short(n)``, all cases but ``n``, taken at even distances, are marked ``full``."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("short") and not item.get_closest_marker("full"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for each in cases.values():
+        mark = each[0].get_closest_marker("short")
+        assert mark is not None and mark.args[0] >= 1
+        count = min(mark.args[0], len(each))
+        kept = {round(index * (len(each) - 1) / max(count - 1, 1)) for index in range(count)}
+        for index, item in enumerate(each):
+            if index not in kept:
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture

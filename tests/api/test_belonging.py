@@ -174,6 +174,7 @@ def test_other_tools_another_system_prompt_and_other_template_arguments_are_othe
         assert (changed.cached or 0) < first.prompt
 
 
+@pytest.mark.full
 def test_sessions_that_nobody_has_named_go_and_the_others_stay(tmp_path: Path, model: Path) -> None:
     with (
         quiet(tmp_path / "home", model, server_anonymous_seconds=8.0, server_anonymous_sessions=2) as served,

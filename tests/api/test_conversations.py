@@ -153,6 +153,7 @@ def test_what_does_not_go_together_is_refused(client: OpenAI) -> None:
         client.conversations.create(extra_body={"colour": "red"})
 
 
+@pytest.mark.full
 def test_conversations_are_there_after_a_restart(tmp_path: Path) -> None:
     model = chat_folder(tmp_path)
     with quiet(tmp_path / "home", model) as served, client_of(served) as client:

@@ -123,6 +123,7 @@ def test_a_bucket_fills_with_time() -> None:
     assert Bucket.full(0, 0.0).wait(1) > 60
 
 
+@pytest.mark.full
 def test_beyond_loopback_it_serves_with_a_key(model: Path, tmp_path: Path) -> None:
     key(tmp_path / "home", "one")
     server = Served(tmp_path / "home", model)

@@ -273,6 +273,7 @@ def test_truncation_is_what_the_policy_does(tmp_path: Path) -> None:
         assert len(sessions(client)) == 1
 
 
+@pytest.mark.full
 def test_responses_are_there_after_a_restart(tmp_path: Path) -> None:
     model = chat_folder(tmp_path)
     with quiet(tmp_path / "home", model) as served, client_of(served) as client:

@@ -279,6 +279,7 @@ async def test_more_requests_than_it_takes_at_once_are_told_to_come_again(model:
             assert response.status == 200, "they have left"
 
 
+@pytest.mark.full
 def test_it_listens_beyond_loopback_only_with_keys(model: Path, tmp_path: Path) -> None:
     server = Served(tmp_path / "home", model)
     server.command += ["--host", "0.0.0.0"]
@@ -286,6 +287,7 @@ def test_it_listens_beyond_loopback_only_with_keys(model: Path, tmp_path: Path) 
         server.start()
 
 
+@pytest.mark.full
 async def test_the_table_of_its_home_is_read_and_what_a_killed_server_left_is_deleted(
     model: Path, tmp_path: Path
 ) -> None:

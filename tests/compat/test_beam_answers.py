@@ -29,6 +29,7 @@ def reference(theirs: Any, ids: list[int], tokens: int, end: int | None, **optio
     return found[: found.index(end) + 1] if end in found else found
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

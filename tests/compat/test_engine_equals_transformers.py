@@ -67,6 +67,7 @@ def differs(expected: Expected, tokens: Sequence[int], rows: Sequence[Tensor]) -
     return bool((torch.stack(list(rows[: parted + 1])) - expected.logits[: parted + 1]).abs().max() > 10 * TOLERANCE)
 
 
+@pytest.mark.short(9)
 @each_family
 async def test_alone_the_engine_equals_generate(family: Family) -> None:
     ids = prompt(45)
@@ -125,6 +126,7 @@ PIECES = (64, 7, 7, 3, 64, 7, 5, 16)
 RESUME: tuple[tuple[int, ...], ...] = ((), (1,), (10, 20, 33), (), (9,), (5,), (11,), (0, 40))
 
 
+@pytest.mark.short(9)
 @each_family
 async def test_eight_sessions_in_different_phases_equal_generate(family: Family) -> None:
     reference = family.build()
@@ -228,6 +230,7 @@ async def passes(family: Family, adapter: ModelAdapter, damage: Callable[[Sequen
     return True
 
 
+@pytest.mark.short(9)
 @each_family
 async def test_control_reversed_keys_do_not_pass(family: Family) -> None:
     assert not await passes(family, adapted(family), reverse_keys)
@@ -239,6 +242,7 @@ async def test_control_a_state_that_is_not_carried_does_not_pass(family: Family)
         assert not await passes(family, adapted(family), lambda kv, kind=kind: zero_states(kv, kind)), kind
 
 
+@pytest.mark.short(9)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.learned_positions or any(f.turns)], ids=lambda f: f.name)
 async def test_control_positions_off_by_one_do_not_pass(family: Family) -> None:
     assert not await passes(family, OffByOne(family.build()))

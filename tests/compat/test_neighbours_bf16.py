@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from agentkv import AgentKV
@@ -103,6 +104,7 @@ async def slept(kv: AgentKV) -> Session:
     return session
 
 
+@pytest.mark.full
 async def test_alone_and_among_eight_others_new_or_resumed_the_same_bits(smollm2_path: Path, tmp_path: Path) -> None:
     async with opened(smollm2_path, tmp_path / "home") as (kv, steps):
         new = await (await kv.sessions.create(system=SYSTEM)).send(QUESTION, **SAMPLING)

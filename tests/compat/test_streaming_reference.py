@@ -236,11 +236,13 @@ def test_turns_leave_gaps_in_the_middle() -> None:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short(5)
 @pytest.mark.parametrize("family", _each(*NAMES))
 async def test_under_every_policy_the_engine_equals_streaming_llm(family: Family) -> None:
     await equals_streaming_llm(family, "dynamic")
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize("family", _each("gemma3"))
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dynamic"])
 async def test_in_the_other_layouts_it_does_too(family: Family, layout: str) -> None:
@@ -301,6 +303,7 @@ async def test_in_bf16_evicting_adds_nothing_to_the_noise(family: Family) -> Non
 # -- keys that were computed at positions of another count ------------------------------------------------------------
 
 
+@pytest.mark.short(4)
 @each_layout
 @pytest.mark.parametrize("family", _each("llama_yarn"))
 async def test_after_rebases_the_engine_equals_streaming_llm(family: Family, layout: str) -> None:
@@ -375,6 +378,7 @@ async def far_apart(
 MOVED_FAR = ("llama", "llama_yarn", "llama_llama3", "gpt_neox", "glm", "gemma3")
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*((name, "dynamic") for name in MOVED_FAR), *(("gemma3", layout) for layout in LAYOUTS if layout != "dynamic")],
@@ -524,6 +528,7 @@ async def stayed(tmp_path: Path, stay: Stay) -> None:
                 assert abs(logprob - float(scores[at, token])) < TOLERANCE, (at, token)
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("stay", STAYS, ids=str)
 async def test_suspended_in_the_middle_of_a_window_a_session_equals_streaming_llm(tmp_path: Path, stay: Stay) -> None:
     await stayed(tmp_path, stay)

@@ -173,6 +173,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return asyncio.run(prepare(tmp_path_factory.mktemp(request.param), request.param))
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 async def test_a_bad_chunk_costs_a_recompute_and_never_the_answer(
     prepared: Prepared, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Chunk], None]

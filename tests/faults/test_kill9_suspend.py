@@ -189,6 +189,7 @@ def test_every_fault_point_is_a_suspends_or_named_as_another() -> None:
     assert set(re.findall(r'fault_point\("([^"]+)"\)', text)) == POINTS.keys() | OTHERS
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("kind", ["exact", "int8", "sink"])
 def test_the_script_ends_well_by_itself_and_does_what_it_is_there_for(
     homes: dict[tuple[str, str], Prepared], nursery: Nursery, tmp_path: Path, kind: str
@@ -203,6 +204,7 @@ def test_the_script_ends_well_by_itself_and_does_what_it_is_there_for(
     asyncio.run(nothing_is_lost_or_leaked(home, prepared, reports))
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("kind", "point"), QUICK)
 def test_a_kill_during_a_suspend(
     homes: dict[tuple[str, str], Prepared], nursery: Nursery, tmp_path: Path, kind: str, point: str
@@ -214,6 +216,7 @@ def test_a_kill_during_a_suspend(
     asyncio.run(nothing_is_lost_or_leaked(home, prepared, reports))
 
 
+@pytest.mark.full
 def test_killed_again_and_again_it_leaves_no_more_than_once(
     homes: dict[tuple[str, str], Prepared], nursery: Nursery, tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_every_fault_point_is_killed_at() -> None:
     assert set(re.findall(r'fault_point\("([^"]+)"\)', text)) == POINTS.keys() | imports
 
 
+@pytest.mark.full
 def test_the_script_that_is_killed_ends_well_by_itself(prepared: Prepared, nursery: Nursery, tmp_path: Path) -> None:
     home, victim = start(nursery, prepared, tmp_path)
     reports = list(victim.reports)
@@ -160,6 +161,7 @@ def test_the_script_that_is_killed_ends_well_by_itself(prepared: Prepared, nurse
     assert asyncio.run(survives(home, prepared, reports)) == TURNS
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize(
     ("point", "passing"),
     [
@@ -201,6 +203,7 @@ def kill_at_random(nursery: Nursery, prepared: Prepared, tmp_path: Path, number:
     asyncio.run(survives(home, prepared, reports))
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("number", range(6))
 def test_a_kill_at_a_random_moment_loses_no_committed_turn(
     prepared: Prepared, nursery: Nursery, tmp_path: Path, number: int, seed: int

@@ -44,6 +44,7 @@ def write_and_die(root: Path, fault: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.split()
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize("passing", [1, 2, 3])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_leaves_every_blob_whole_or_absent(tmp_path: Path, point: str, passing: int) -> None:

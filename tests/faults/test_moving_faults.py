@@ -374,6 +374,7 @@ except (ValueError, ChunkFault) as error:
 """
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("kind", "values"), [("session", 500_000), ("chunk", 30_000), ("chunk", 300_000)])
 @pytest.mark.parametrize("value", ["[]", "{}"])
 def test_a_header_of_many_values_costs_little_memory_however_much_is_wrong_with_it(
@@ -394,6 +395,7 @@ def test_a_header_of_many_values_costs_little_memory_however_much_is_wrong_with_
 # -- a home that cannot take it ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("chunks", [0, 1, 2])
 async def test_a_disk_that_is_full_leaves_nothing(
     tmp_path: Path, exported: Exported, monkeypatch: pytest.MonkeyPatch, chunks: int
@@ -436,6 +438,7 @@ def nursery() -> Iterator[Nursery]:
     made.close()
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     "fault",
     ["blob.before_write", "blob.mid_write:2", "blob.after_rename:2", "import.before_commit", "turn.before_commit"],

@@ -102,6 +102,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return asyncio.run(prepare(tmp_path_factory.mktemp(request.param), request.param))
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("place", "damage"),
     [
@@ -274,6 +275,7 @@ async def test_a_replay_by_another_model_is_what_it_would_have_said(prepared: Pr
 # -- bad chunks around a change of policy -----------------------------------------------------------------------------
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("lost", "layout"), [("pinned", "static"), ("last", "dynamic"), ("all", "dynamic")])
 async def test_what_was_held_before_the_window_shrank_is_computed_before_it_evicts(
     prepared: Prepared, tmp_path: Path, lost: str, layout: str
@@ -308,6 +310,7 @@ async def test_what_was_held_before_the_window_shrank_is_computed_before_it_evic
     assert_equal_replies(replies[1], replies[3])
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("layout", ["dynamic", "static"])
 async def test_a_policy_changed_on_the_way_is_never_replayed_through_its_successor(
     prepared: Prepared, tmp_path: Path, layout: str
@@ -556,6 +559,7 @@ async def survives(home: Path, killable: Killable, reports: list[Any]) -> int:
     return committed
 
 
+@pytest.mark.full
 def test_the_script_that_is_killed_ends_well_by_itself(killable: Killable, nursery: Nursery, tmp_path: Path) -> None:
     home, victim = start(nursery, killable, tmp_path)
     reports = list(victim.reports)
@@ -564,6 +568,7 @@ def test_the_script_that_is_killed_ends_well_by_itself(killable: Killable, nurse
     assert asyncio.run(survives(home, killable, reports)) == TURNS
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("point", "passing"),
     [
@@ -603,6 +608,7 @@ def kill_at_random(nursery: Nursery, killable: Killable, tmp_path: Path, number:
     asyncio.run(survives(home, killable, reports))
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("number", range(3))
 def test_a_kill_at_a_random_moment_loses_no_committed_turn(
     killable: Killable, nursery: Nursery, tmp_path: Path, number: int, seed: int

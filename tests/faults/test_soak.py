@@ -25,6 +25,7 @@ def soak(minutes: float, seed: int, family: str) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.full
 def test_ten_seconds_of_random_traffic_with_a_fault_a_second(seed: int) -> None:
     summary = soak(10 / 60, seed, "gemma3")
     assert summary["killed"] >= 1

@@ -213,7 +213,7 @@ async def test_a_turn_that_needs_the_memory_of_a_session_that_cannot_move_is_tol
 ) -> None:
     from agentkv.errors import CapacityExceeded
 
-    async with opened(tmp_path / "home", model, disk_budget=0, host_budget=0) as kv:
+    async with opened(tmp_path / "home", model, disk_budget=0, host_budget=0, admission_seconds=0.5) as kv:
         stuck, other = await kv.sessions.create(), await kv.sessions.create()
         await said(stuck, turns(1), TOKENS)
         kv.sessions.tiers.device_budget = (await stuck.state()).device_bytes + 1000

@@ -402,6 +402,7 @@ async def test_it_can_be_the_default(models: Path, tmp_path: Path) -> None:
         assert await policy_of(await kv.sessions.create(policy="full")) == "full"
 
 
+@pytest.mark.full
 def test_the_command_line_takes_it_and_shows_it(models: Path, tmp_path: Path) -> None:
     options = ("--home", tmp_path / "home", "--model", chat_folder(models), "--device", "cpu", "--max-tokens", 4)
     done = agentkv("chat", "--policy", "adaptive", *options, given="How is Paris?\n")

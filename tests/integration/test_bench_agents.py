@@ -318,6 +318,7 @@ def test_the_command_compares_both_on_one_line_of_json(model: Path, tmp_path: Pa
     assert all(math.isfinite(value) for value in said.values() if isinstance(value, float))
 
 
+@pytest.mark.full
 def test_all_policies_serve_the_same_traffic(model: Path, tmp_path: Path) -> None:
     arguments = ["bench", "agents", "--model", str(model), "--home", str(tmp_path), "--dtype", "float32", "--json"]
     few = ["--sessions", "5", "--turns", "2", "--kinds", "1", "--compression", "10000"]

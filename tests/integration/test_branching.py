@@ -45,6 +45,7 @@ def taken_pages(kv: PagedKV) -> list[int]:
     return [table.pool.nbytes // table.pool.page_nbytes - table.pool.free for table in kv._tables]
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize("layout", ["dynamic", "paged"])
 @pytest.mark.parametrize("where", ["live", "host", "disk"])
 async def test_both_sides_of_a_fork_go_on_as_two_sessions_would(
@@ -106,6 +107,7 @@ async def test_on_the_device_a_fork_takes_no_memory_until_one_side_writes(tmp_pa
         assert taken_pages(kv_state) > taken, "a fork that writes takes pages of its own"
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("where", ["live", "disk"])
 @pytest.mark.parametrize("policy", ["full", "sink:96,sinks=8"])
 async def test_a_session_that_went_back_goes_on_as_if_nothing_had_been_said_since(

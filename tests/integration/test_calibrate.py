@@ -259,6 +259,7 @@ def told(home: Path, folder: Path) -> dict[str, Any]:
     return examine(Settings(home=home, model=str(folder), device="cpu", disk_margin=0), fast=False)
 
 
+@pytest.mark.full
 def test_the_command_keeps_what_doctor_then_goes_by(tmp_path: Path, folder: Path) -> None:
     pytest.importorskip("matplotlib")
     home, picture = tmp_path / "home", tmp_path / "kl.png"
@@ -306,6 +307,7 @@ def test_a_picture_without_its_folder_is_refused_before_anything_is_measured(tmp
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.full
 def test_context_of_the_tests_is_what_the_defaults_are_cut_to(model: LoadedModel) -> None:
     assert model.context_limit == CONTEXT
     done = calibrate(model)

@@ -158,6 +158,7 @@ async def test_it_is_tried_again_and_restored_from_then_on_once_the_disk_is_fast
             assert kv.stats().restores == {"disk:whole": 4, "recompute:chosen": 2}
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -198,6 +199,7 @@ async def test_who_brings_it_back_ahead_of_time_gets_it_restored(models: Path, t
         assert reply.usage.cached_tokens == reply.restore.tokens
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("tokens", [8, 60, 300])
 async def test_in_a_new_process_what_is_stored_is_restored_short_as_it_may_be(
     models: Path, tmp_path: Path, tokens: int
@@ -212,6 +214,7 @@ async def test_in_a_new_process_what_is_stored_is_restored_short_as_it_may_be(
     assert (reply.restore.source, reply.restore.reason, reply.usage.cached_tokens) == ("disk", None, tokens + 5)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("tier", ["disk", "host"])
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 async def test_a_recompute_that_comes_to_nothing_leaves_the_session_where_it_was(

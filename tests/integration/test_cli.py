@@ -62,6 +62,7 @@ def test_an_error_is_one_line_and_exit_status_one(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists(), "looking created the home"
 
 
+@pytest.mark.full
 def test_a_chat_goes_on_in_another_process_and_reuses_its_tokens(tmp_path: Path, model: Path) -> None:
     home = tmp_path / "home"
     options = ("--home", home, "--model", model, "--device", "cpu", "--max-tokens", 8)
@@ -187,6 +188,7 @@ def test_doctor_finds_nothing_wrong_where_nothing_is(tmp_path: Path, model: Path
     assert speed["gflops"] == speed["gflops_float32"] > 0.1, "the model is float32"
 
 
+@pytest.mark.full
 def test_doctor_says_where_a_dtype_is_emulated(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

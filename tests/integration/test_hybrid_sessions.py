@@ -191,6 +191,7 @@ async def test_an_exported_session_goes_on_in_another_home(tmp_path: Path, model
 # -- branches ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("where", ["live", "disk"])
 @pytest.mark.parametrize("name", ["falcon_h1", "lfm2"])
 async def test_a_branch_begins_at_the_last_resume_point_and_says_so(

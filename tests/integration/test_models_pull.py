@@ -350,6 +350,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT])
 def test_an_interrupted_pull_leaves_nothing_after_the_next(gguf_file: Path, settings: Settings, blow: int) -> None:
     with start_pull(gguf_file, settings) as process:
@@ -367,6 +368,7 @@ def test_an_interrupted_pull_leaves_nothing_after_the_next(gguf_file: Path, sett
     assert sorted(path.name for path in settings.models_dir.iterdir() if path.is_dir()) == [local.name]
 
 
+@pytest.mark.full
 def test_two_pulls_at_once_convert_once(gguf_file: Path, settings: Settings) -> None:
     processes = [start_pull(gguf_file, settings) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0].split("\n") for process in processes]
@@ -383,6 +385,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalModel, dict[s
     return pull("smollm2-135m", settings, lambda stage, done, _: stages.setdefault(stage, []).append(done)), stages
 
 
+@pytest.mark.full
 def test_smollm2_is_pulled_for_real_and_answers(
     smollm: tuple[LocalModel, dict[str, list[int]]], caplog: pytest.LogCaptureFixture
 ) -> None:

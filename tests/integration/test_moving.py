@@ -54,6 +54,7 @@ async def nothing_is_left(kv: AgentKV, sessions: int = 0) -> None:
 # -- with its KV -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("family", "created", "settings"),
     [

@@ -274,6 +274,7 @@ def agentkv(*arguments: object, **environment: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.full
 async def test_from_one_home_to_another_on_the_command_line(tmp_path: Path, models: Path) -> None:
     model, file = chat_folder(models), tmp_path / "file"
     async with opened(tmp_path / "here", model) as kv:

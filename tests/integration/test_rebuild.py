@@ -144,6 +144,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 QUICK = ("chunks and segments", "agentkv_segments", "agentkv_resume_points", "wrong references")
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("family", "settings", "by", "losses"),
     [
@@ -175,6 +176,7 @@ async def test_lost_rows_are_found_again_in_the_files(
         await all_come_back(home, model, kept, **settings)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("family", "table", "most"),
     [
@@ -288,6 +290,7 @@ GARBAGE: dict[str, Damage] = {
 }
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("what", GARBAGE)
 async def test_what_is_no_chunk_file_is_moved_aside(models: Path, tmp_path: Path, what: str) -> None:
     model, home = model_folder(models), tmp_path / "home"
@@ -367,6 +370,7 @@ async def test_files_of_another_home_another_model_and_another_ledger_are_not_ta
             assert (await (await kv.sessions.get(before.id)).resume()).reason is None
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("codec", "of", "taken"),
     [

@@ -59,6 +59,7 @@ def spoil(outcome: str, method: str, *keys: str) -> Callable[[str, str], str]:
     return lambda m, key: outcome if m == method and (not keys or key in keys) else "pass"
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("outcome", ["503", "reset", "hang", "lost"])
 def test_a_failed_group_leaves_nothing(s3: S3, way: FaultyWay, blobs: RemoteBlobs, outcome: str) -> None:
     way.rule = spoil(outcome, "PUT", "cd56")
@@ -123,6 +124,7 @@ def test_a_failed_replacement_leaves_a_whole_blob(s3: S3, way: FaultyWay, blobs:
     assert blobs.delete("ab12") and blobs.used_bytes() == 0
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("outcome", ["503", "reset", "hang", "half"])
 def test_a_read_without_an_answer_is_a_fault_that_moves_nothing(
     s3: S3, way: FaultyWay, blobs: RemoteBlobs, outcome: str
@@ -230,6 +232,7 @@ def test_wrong_names_are_told_apart(s3: S3) -> None:
             RemoteBlobs(url)
 
 
+@pytest.mark.full
 def test_no_secret_is_in_any_error(s3: S3, way: FaultyWay, blobs: RemoteBlobs) -> None:
     """Nor in what a logger prints of it: causes and contexts included, suppressed ones too."""
 

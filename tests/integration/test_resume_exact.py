@@ -143,6 +143,7 @@ def _equal(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         assert a["logprob"] == pytest.approx(b["logprob"], abs=1e-4)
 
 
+@pytest.mark.short(2)
 @every_kind
 @pytest.mark.parametrize("cut", CUTS)
 def test_resumed_in_a_new_process_a_session_goes_on_token_for_token(

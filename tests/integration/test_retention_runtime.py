@@ -69,6 +69,7 @@ async def conversation(session: Session, rounds: int) -> Any:
         yield await session.send(same_words(100 if i % 2 else 300, i), max_tokens=30, ignore_eos=True)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("family", "policy", "layout"),
     [
@@ -275,6 +276,7 @@ WAYS: tuple[Callable[..., Any], ...] = (
 )
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize(
     ("family", "layout"),

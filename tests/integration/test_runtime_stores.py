@@ -152,6 +152,7 @@ async def test_a_key_that_does_not_fit_is_refused_in_words_that_say_what_to_do(m
         assert (await (await kv.sessions.get(name)).resume()).reason is None, "nothing was touched meanwhile"
 
 
+@pytest.mark.full
 def test_the_command_line_says_it_in_one_line(models: Path, tmp_path: Path) -> None:
     model, home = model_folder(models), tmp_path / "home"
 

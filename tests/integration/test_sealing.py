@@ -123,6 +123,7 @@ async def test_fifty_suspends_leave_old_chunks_and_their_numbers_as_they_were(tm
         await check_home(kv)
 
 
+@pytest.mark.short(5)
 @pytest.mark.parametrize("name", ["gemma3", "mistral", "gpt2", "glm", "qwen3_next"])
 @pytest.mark.parametrize("policy", ["full", "sink:480", "sliding:512"])
 async def test_every_family_goes_on_from_sealed_chunks(tmp_path: Path, name: str, policy: str) -> None:

@@ -56,6 +56,7 @@ def attached(reply: Reply, pinned: int, source: str = "disk") -> None:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("family", "policy", "system"),
     [
@@ -344,6 +345,7 @@ async def test_token_sessions_have_no_head_to_share(models: Path, tmp_path: Path
 # -- damage, deletion, races -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
 @pytest.mark.parametrize("which", [0, -1])
@@ -434,6 +436,7 @@ async def test_two_first_turns_at_once(models: Path, tmp_path: Path) -> None:
             await check_session(kv, session)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("number", [*range(6), *(pytest.param(n, marks=pytest.mark.full) for n in range(6, 40))])
 async def test_attaching_while_the_only_other_user_is_deleted(
     models: Path, tmp_path: Path, number: int, seed: int

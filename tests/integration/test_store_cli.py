@@ -178,6 +178,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
 }
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_faulty_file_is_named_with_its_fault_and_repaired_if_asked(prepared: Prepared, home: Path, what: str) -> None:
     damage, reason = FAULTS[what]

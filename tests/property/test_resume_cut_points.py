@@ -209,6 +209,7 @@ def _continues_everywhere(bench: Bench, codec: str, played: list[tuple[Any, ...]
 _SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
+@pytest.mark.short(4)
 @settings(max_examples=6, suppress_health_check=_SHARED)
 @given(codec=st.sampled_from(["exact", "raw"]), played=operations)
 def test_wherever_it_is_cut_a_session_goes_on_as_transformers_would(
@@ -241,12 +242,14 @@ LONG: list[tuple[Any, ...]] = [
 """Several chunks within each window, restored twice."""
 
 
+@pytest.mark.short(4)
 def test_windows_across_chunks_are_restored_and_not_computed(bench: Bench) -> None:
     session = Played(bench)
     bench.runner.run(session.play("exact", LONG))
     assert session.largest_difference() < TOLERANCE
 
 
+@pytest.mark.short(4)
 def test_control_a_damaged_restore_is_seen_in_each_layer_group(bench: Bench) -> None:
     geometry = bench.runner.run(bench.open()).model.adapter.geometry
     for group in range(len(geometry.groups)):

@@ -234,6 +234,7 @@ def plays(test: Any) -> Any:
     return given(policy=st.sampled_from(POLICIES), codec=st.sampled_from(["exact", "raw"]), played=operations)(test)
 
 
+@pytest.mark.short(1)
 @settings(max_examples=5, suppress_health_check=_SHARED)
 @plays
 def test_wherever_it_is_cut_a_session_goes_on_as_its_twin(
@@ -270,6 +271,7 @@ LONG: list[tuple[Any, ...]] = [
 """Prompts and generations longer than the window, and evictions between all kinds of rests."""
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -22,6 +22,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(ends)]
 
 
+@pytest.mark.short(70)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_output_reads_the_same_at_every_chunk_boundary(case: Case) -> None:
     whole = parse(case.format, [case.output])
@@ -49,6 +50,7 @@ def test_a_call_that_is_cut_off_anywhere_is_text(form: str) -> None:
                 assert parse(form, pieces) == [TextPart(call[:stop])], stop
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=150)
 @given(data=st.data())
@@ -94,6 +96,7 @@ def adversarial(form: str, length: int) -> list[str]:
     return [*(text * (length // len(text)) for text in repeated), long_call]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("form", FORMATS)
 def test_time_is_linear_in_the_output(form: str) -> None:
     length = 20_000

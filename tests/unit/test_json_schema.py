@@ -200,6 +200,7 @@ PARSERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize("name", PARSERS)
 def test_whatever_a_format_allows_parses(name: str) -> None:
     adapter = TypeAdapter(PARSERS[name])

@@ -67,6 +67,7 @@ async def conversation(adapter: ModelAdapter, layout: Layout) -> list[tuple[int,
     return said
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("model", ["gemma3", "gpt_oss", "cohere2", "glm"])
 async def test_every_layout_says_the_same(model: str) -> None:
     adapter = adapted(family(model))

@@ -205,6 +205,7 @@ def test_a_group_with_infinities_or_nan_stays_exact() -> None:
 # -- once quantised, it stays ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.short(5)
 @pytest.mark.parametrize("bias", [0.0, 3.0, 600.0])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", PLAIN)

@@ -110,6 +110,7 @@ def assert_equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> None:
     assert len(a[2]) == len(b[2]) and all(torch.equal(x, y) for x, y in zip(a[2], b[2], strict=True))
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize("turn", [grows, evicts])
 @pytest.mark.parametrize("name", ["dynamic", "static", "paged", "quantized:int8", "quantized:int4:paged", "offloaded"])
 def test_wherever_memory_runs_out_in_a_turn_it_is_undone_and_can_be_taken_again(
