@@ -221,7 +221,8 @@ def test_the_same_prompt_twice_at_once_is_answered_twice(client: OpenAI) -> None
         again = list(pool.map(lambda _: Asked(client, later, max_tokens=100), range(4)))
     assert len({asked.text for asked in again}) == 1
     assert len({asked.session for asked in again}) == 4
-    assert all(asked.cached == together[0].total - 1 for asked in again)
+    # One that comes once another has been answered finds its own question there too, and takes it along.
+    assert {asked.cached for asked in again} <= {together[0].total - 1, again[0].prompt - 1}
 
 
 def test_a_session_that_runs_is_forked_and_never_refused(client: OpenAI) -> None:

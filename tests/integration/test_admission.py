@@ -83,7 +83,7 @@ async def test_a_session_that_can_never_fit_is_refused_at_once_with_what_would(m
 
 
 async def test_a_turn_waits_its_time_and_no_longer_and_a_full_queue_refuses(model: Path, tmp_path: Path) -> None:
-    async with opened(tmp_path / "home", model, admission_seconds=0.5, admission_queue=1) as kv:
+    async with opened(tmp_path / "home", model, admission_seconds=0.2, admission_queue=1) as kv:
         holder, first, second = [await kv.sessions.create() for _ in range(3)]
         kv.sessions.tiers.device_budget = worth(kv, 1000)
         running = asyncio.create_task(holder.generate_tokens(prompt(20), max_tokens=900, ignore_eos=True))

@@ -229,8 +229,8 @@ async def test_stopping_cancels_what_runs_and_refuses_what_comes(adapter: ModelA
         gate = Gate()
         states = [layout.open(), layout.open()]
         handles = [
-            engine.submit(generating(states[0], prompt(9), 10_000, sink=Hooked({5: gate}))[0]),
             engine.submit(generating(states[1], prompt(200), 5, piece=3)[0]),
+            engine.submit(generating(states[0], prompt(9), 10_000, sink=Hooked({5: gate}))[0]),
         ]
         await gate.reached()
         late = engine.submit(generating(layout.open(), prompt(9), 3)[0])
