@@ -48,6 +48,7 @@ class Asked:
         raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, **given, **more)
         self.answer: ChatCompletion = raw.parse()
         self.session = raw.headers["x-agentkv-session"]
+        self.diverged = raw.headers.get("x-agentkv-diverged")
         self.cache = dict(part.split("=") for part in raw.headers["x-agentkv-cache"].split(";"))
         self.message = self.answer.choices[0].message
         usage = self.answer.usage

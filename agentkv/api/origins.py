@@ -40,7 +40,9 @@ async def grant(request: web.Request, response: web.StreamResponse) -> None:
     """Before headers go out: a page of an allowed origin may read the answer, and our headers."""
     if (granted := request.get(_GRANTED)) is not None:
         response.headers.update(granted)
-        response.headers["Access-Control-Expose-Headers"] = "X-AgentKV-Session, X-AgentKV-Cache, Retry-After"
+        response.headers["Access-Control-Expose-Headers"] = (
+            "X-AgentKV-Session, X-AgentKV-Cache, X-AgentKV-Diverged, Retry-After"
+        )
 
 
 _GRANTED = "agentkv.granted"

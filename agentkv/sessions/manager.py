@@ -162,16 +162,20 @@ class Sessions:
 
     def root(self, history: History) -> str:
         """The root of the chains of a session that is created for ``history``."""
-        return root(
-            tenant=self.tenant,
-            kv_fingerprint=self._model.fingerprints.kv,
-            session_fingerprint=self._model.fingerprints.session,
-            policy=policy_text(accepting.chosen_policy(self._settings.default_policy)),
-            idle_codec=self._settings.idle_codec,
-            system=history.system,
-            tools=history.tools,
-            template_args=history.template_args,
-        )
+        return root(**self.beginning(history))
+
+    def beginning(self, history: History) -> dict[str, Any]:
+        """What the root of such a session is made of: the arguments of ``chains.root``."""
+        return {
+            "tenant": self.tenant,
+            "kv_fingerprint": self._model.fingerprints.kv,
+            "session_fingerprint": self._model.fingerprints.session,
+            "policy": policy_text(accepting.chosen_policy(self._settings.default_policy)),
+            "idle_codec": self._settings.idle_codec,
+            "system": history.system,
+            "tools": history.tools,
+            "template_args": history.template_args,
+        }
 
     async def set_policy(self, core: SessionCore, policy: str | RetentionPolicy) -> None:
         """See ``Session.set_policy``."""

@@ -19,11 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import AgentKVError, Closed, InvalidRequest, LimitExceeded, SessionBusy, SessionNotFound
+from agentkv.logs import Log
 from agentkv.schemas.messages import Message
 from agentkv.schemas.replies import Event
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.chains import digests, root_of
 from agentkv.sessions.db.records import Caller, ItemRecord, LedgerConflict, Node
+from agentkv.sessions.diverging import diverged
 from agentkv.sessions.histories import History, same_calls
 from agentkv.sessions.session import Session
 from agentkv.sessions.turn import TurnInput
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions
 
 __all__ = ["Recognised", "begun", "branched", "longest", "recognised", "renamed"]
+
+log = Log(__name__)
 
 _CANDIDATES = 8
 _ATTEMPTS = 5
@@ -46,7 +50,8 @@ class Recognised:
     ``session``: which answers; another one once ``stream`` has found it busy. ``made``: for this request alone.
     ``behind``: length of the ledger that it goes on from. ``again``: the answer takes the place of the last one.
     ``elsewhere``: where else it can be answered; ``None``: nowhere. ``moved`` is called where it is.
-    ``answer_id``: of the answer's item, where it is to have one that is known before.
+    ``answer_id``: of the answer's item, where it is to have one that is known before. ``diverged``: where the history
+    leaves what was said, as ``diverging.diverged`` says it.
     """
 
     sessions: Sessions
@@ -59,6 +64,7 @@ class Recognised:
     elsewhere: Callable[[], Awaitable[Recognised]] | None = field(default=None, repr=False)
     moved: Callable[[], object] | None = field(default=None, repr=False)
     answer_id: str | None = None
+    diverged: str | None = None
 
     async def stream(self, sampling: SamplingParams) -> AsyncGenerator[Event]:
         """Take the turn; events as those of ``Session.stream``, a ``Begun`` first. Raises as it does, ``SessionBusy``
@@ -103,11 +109,19 @@ class Recognised:
 async def recognised(
     sessions: Sessions, history: History, *, cache_key: str | None = None, apart: bool = False
 ) -> Recognised:
-    """Where a whole conversation is answered whose client holds no id.
+    """Where a whole conversation is answered whose client holds no id, and why it is not where the client may think.
 
     ``cache_key``: what the client calls its requests: a session under the same key whose end is such a beginning goes
     on, and none under another key. ``apart``: none at all. Raises as ``Sessions.create``.
     """
+    found = await _found(sessions, history, cache_key, apart)
+    found.diverged = await diverged(sessions, history, found.matched)
+    if found.diverged is not None:
+        log.info("diverged", session=found.session.id, where=found.diverged, matched=found.matched)
+    return found
+
+
+async def _found(sessions: Sessions, history: History, cache_key: str | None, apart: bool) -> Recognised:
     caller = Caller(anonymous=True, cache_key=cache_key)
     for _ in range(_ATTEMPTS):
         if cache_key is not None and not apart:

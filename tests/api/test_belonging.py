@@ -85,6 +85,32 @@ def test_everything_but_the_new_turn_is_reused_after_a_restart_and_where_the_tem
     assert anew.prompt - third.prompt < 0
 
 
+def test_where_a_head_has_changed_is_said_and_where_none_has_nothing(ask: Callable[..., Asked]) -> None:
+    def tool(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+    def system(clock: str) -> dict[str, str]:
+        return {"role": "system", "content": f"You tell the time. It is {clock}."}
+
+    tools = {"tools": [tool("look"), tool("ask")]}
+    history: list[Any] = [system("12:00"), user("What do you know of heads?")]
+    first = ask(history, **tools)
+    history += [first.message, user("And of tails?")]
+    second = ask(history, **tools)
+    assert (first.diverged, second.diverged) == (None, None)
+    history += [second.message, user("And?")]
+    assert ask([system("12:01"), *history[1:]], **tools).diverged == f"system:{len('You tell the time. It is 12:0')}"
+    assert ask(history, tools=tools["tools"][::-1]).diverged == "tools:order"
+    assert ask(history, tools=tools["tools"][:1]).diverged == "tools"
+    edited = [*history[:3], user("And of sides?"), *history[4:]]
+    assert ask(edited, **tools).diverged == "messages:3"
+    # A new conversation, an old message edited at the end, and what goes on: nothing is amiss.
+    assert ask([system("12:02"), user("What do you know of heads?")], **tools).diverged is None
+    assert ask([*history[:3], user("And of fins?")], **tools).diverged is None
+    third = ask(history, **tools)
+    assert (third.session, third.cached, third.diverged) == (first.session, second.total - 1, None)
+
+
 def test_a_session_id_takes_whole_histories_and_new_messages(running: Running, ask: Callable[..., Asked]) -> None:
     made: Any = running.client.post("/sessions", body={"system": SYSTEM["content"]}, cast_to=object)
     name = made["id"]

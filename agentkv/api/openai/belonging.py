@@ -25,7 +25,8 @@ async def session_for(call: Call, history: History, *, session_id: str | None, c
 
 
 def told(call: Call, found: Recognised) -> None:
-    """In the answer's headers: which session it is, also where it is another one in the end."""
+    """In the answer's headers: which session it is, also where it is another one in the end; and where the history that
+    was sent leaves what was said."""
 
     def tell_session() -> None:
         call.headers["X-AgentKV-Session"] = found.session.id
@@ -33,6 +34,8 @@ def told(call: Call, found: Recognised) -> None:
     if found.made:
         call.request.app[MADE].set()
     tell_session()
+    if found.diverged is not None:
+        call.headers["X-AgentKV-Diverged"] = found.diverged
     found.moved = tell_session
 
 

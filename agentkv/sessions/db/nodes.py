@@ -11,7 +11,7 @@ from agentkv.sessions.db.ledger import item_record, session_record
 from agentkv.sessions.db.records import Node, SessionRecord
 from agentkv.sessions.db.schema import ItemRow, SessionRow
 
-__all__ = ["expired", "longest_chain", "named_session", "nodes", "oldest_anonymous"]
+__all__ = ["expired", "latest", "longest_chain", "named_session", "nodes", "oldest_anonymous"]
 
 _BATCH = 256
 """Chains looked up at once; SQLite and PostgreSQL limit the parameters of one statement."""
@@ -55,6 +55,12 @@ def named_session(db: Session, tenant: str, name: str) -> SessionRecord | None:
     """The session that the tenant's clients call ``name``."""
     row = db.scalar(select(SessionRow).where(SessionRow.tenant == tenant, SessionRow.name == name))
     return None if row is None else session_record(row)
+
+
+def latest(db: Session, tenant: str, limit: int) -> list[SessionRecord]:
+    """The tenant's sessions that were used last."""
+    query = select(SessionRow).where(SessionRow.tenant == tenant).order_by(SessionRow.updated_at.desc()).limit(limit)
+    return [session_record(row) for row in db.scalars(query)]
 
 
 def oldest_anonymous(db: Session, tenant: str, limit: int) -> list[str]:

@@ -253,6 +253,10 @@ class Repository:
         """The session that the tenant's clients call ``name``; ``None`` where there is none."""
         return await self._transactions.read(lambda db: nodes.named_session(db, tenant, name))
 
+    async def latest_sessions(self, tenant: str, limit: int) -> list[SessionRecord]:
+        """A tenant's sessions, those that were used last."""
+        return await self._transactions.read(lambda db: nodes.latest(db, tenant, limit))
+
     async def oldest_anonymous(self, tenant: str, limit: int) -> list[str]:
         """Anonymous sessions of a tenant, the least recently used first."""
         return await self._transactions.read(lambda db: nodes.oldest_anonymous(db, tenant, limit))

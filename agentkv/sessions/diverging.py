@@ -1,0 +1,80 @@
+"""Why a conversation that goes on was not found: what of it differs from the one it most likely was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from agentkv.schemas.messages import Identities, Message
+from agentkv.sessions.db.records import ItemRecord, SessionRecord
+from agentkv.sessions.heads import behind_head
+from agentkv.sessions.histories import History
+
+if TYPE_CHECKING:
+    from agentkv.sessions.manager import Sessions
+
+__all__ = ["diverged"]
+
+_LATEST = 8
+"""So many of the tenant's sessions are looked at, the latest first."""
+
+
+async def diverged(sessions: Sessions, history: History, matched: int) -> str | None:
+    """Where a history whose first ``matched`` messages are known leaves what was said; ``None`` where it does not, or
+    nothing of the kind was said lately.
+
+    ``"system:120"``: at that character of the system prompt; ``"tools"``, or ``"tools:order"`` where they are the same
+    in another order; ``"template_args"``, ``"policy"``, ``"idle_codec"``, ``"model"``; else ``"messages:3"``, the index
+    in the list as it was sent. Only a history with an answer among what is not known is one that goes on: others begin.
+    """
+    answers = [index for index, message in enumerate(history.messages) if message.role == "assistant"]
+    if not answers or answers[-1] < matched:
+        return None
+    theirs = _said(history.messages[: answers[-1] + 1])  # what is new may have been said elsewhere, too
+    found: list[tuple[int, int, str]] = []
+    for record in await sessions.repository.latest_sessions(sessions.tenant, _LATEST):
+        items = behind_head(record, await sessions.repository.items(record.id))
+        ours = _said(Message.from_canonical(item.content) for item in takewhile(_is_message, items))
+        shared, parts = _alike(theirs, ours), _parts(sessions, history, record)
+        # A first question in common is no conversation in common.
+        if shared > max(matched, 1) and parts:
+            found.append((-shared, len(parts), parts[0]))
+    if found:
+        return min(found)[2]
+    return f"messages:{matched + (history.system is not None)}" if matched else None
+
+
+def _said(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    identities = Identities()
+    return [identities.of(message) for message in messages]
+
+
+def _is_message(item: ItemRecord) -> bool:
+    return item.kind != "tokens"
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How long the beginning is that both have."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _parts(sessions: Sessions, history: History, record: SessionRecord) -> list[str]:
+    """What of the head is not as it is in a session, the first of it first."""
+    mine, parts = sessions.beginning(history), []
+    if any(getattr(record, name) != mine[name] for name in ("kv_fingerprint", "session_fingerprint")):
+        parts.append("model")
+    system, before = (history.system or "").strip(), (record.system or "").strip()
+    if system != before:
+        parts.append(f"system:{_alike(system, before)}")
+    tools, known = list(history.tools or ()), list(record.tools or ())
+    if tools != known:
+        same = len(tools) == len(known) and all(tool in known for tool in tools)
+        parts.append("tools:order" if same else "tools")
+    if dict(history.template_args) != record.template_args:
+        parts.append("template_args")
+    if record.policy.partition(":now=")[0] != mine["policy"]:
+        parts.append("policy")
+    if record.idle_codec != mine["idle_codec"]:
+        parts.append("idle_codec")
+    return parts
