@@ -24,7 +24,7 @@ __all__ = ["KV", "SERVER", "STOPPING", "TENANT", "Call", "Route", "Routes", "Ten
 KV: web.AppKey[AgentKV] = web.AppKey("kv")
 STOPPING = web.AppKey("stopping", asyncio.Event)
 SERVER = web.AppKey("server", ServerSettings)
-TENANT = "agentkv.tenant"
+TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant")
 
 _LARGE = 256 * 1024
 """Bytes of a body from which on it is read in a thread: a millisecond of parsing."""
@@ -132,7 +132,7 @@ class Call:
     @property
     def tenant(self) -> Tenant:
         """Whose call it is."""
-        found: Tenant = self.request[TENANT]
+        found = self.request[TENANT]
         return found
 
     @property

@@ -45,7 +45,7 @@ async def grant(request: web.Request, response: web.StreamResponse) -> None:
         )
 
 
-_GRANTED = "agentkv.granted"
+_GRANTED: web.RequestKey[dict[str, str]] = web.RequestKey("granted", dict)
 
 
 async def _forbidden(request: web.Request) -> web.StreamResponse:

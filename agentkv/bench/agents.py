@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from agentkv.bench.against import Remote
 from agentkv.bench.serving import Answer, Server, serve
 from agentkv.bench.setup import machine, open_runtime, text_ids
 from agentkv.bench.stateless import Stateless, ledger_lengths
@@ -159,12 +160,14 @@ async def bench_agents(
     servers: Literal["sessions", "scratch", "both"] = "sessions",
     residency: str | None = None,
     hints: bool = False,
+    against: tuple[str, str | None, str | None] | None = None,
     dtype: str = "bfloat16",
     threads: int | None = None,
 ) -> dict[str, Any]:
     """``servers``: agentkv's sessions, a server that computes every turn from scratch, or one after the other on the
     same traffic, with ratios. ``residency``: the policy by which sessions leave the device, or ``all``: sessions under
-    each of agentkv's own, one after the other. ``hints``: agents announce their tools' waits.
+    each of agentkv's own, one after the other. ``hints``: agents announce their tools' waits. ``against``: URL, model
+    and key of a server that is given the same traffic afterwards, with ratios.
 
     Each run has a runtime and a temporary home of its own; sessions leave the device by pressure alone.
     """
@@ -172,6 +175,8 @@ async def bench_agents(
         raise InvalidRequest(
             "residency policies are compared with each other: ask for no other server", param="residency"
         )
+    if against is not None and residency == "all":
+        raise InvalidRequest("another server has no residency policies: leave one of the two out", param="against")
     if residency not in (None, "all"):
         parse_residency(residency)
     settings: dict[str, Any] = {"dtype": dtype, "threads": threads, "idle_seconds": 3600, "disk_seconds": 7200}
@@ -209,4 +214,10 @@ async def bench_agents(
         result["no_reuse"] = scratch
         for name in ("ttft_p50", "ttft_p95", "total"):
             result[f"ratio_{name}"] = scratch[f"{name}_s"] / result[f"{name}_s"]
+    if against is not None:
+        async with Remote.connected(*against) as remote:
+            served = await serve(remote, work.conversations, traffic.in_flight)
+            result["against"] = {"url": against[0], "model": remote.model, **served.figures()}
+        for name in ("ttft_p50", "ttft_p95", "total"):
+            result[f"against_ratio_{name}"] = result["against"][f"{name}_s"] / result[f"{name}_s"]
     return result

@@ -21,6 +21,13 @@ Home = Annotated[Path | None, typer.Option(help="Where the model is looked for; 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line, nothing else on stdout.")]
 Quick = Annotated[bool, typer.Option(help="Fewer repetitions and shorter contexts: a smoke test, not a figure.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads for both sides; default: one a core.")]
+Against = Annotated[
+    str | None, typer.Option(help="Give the same traffic to an OpenAI-compatible server, by its URL up to /v1.")
+]
+AgainstModel = Annotated[str | None, typer.Option(help="What that server calls its model; default: its first.")]
+AgainstKey = Annotated[
+    str | None, typer.Option(envvar="AGENTKV_AGAINST_KEY", help="Its key.", show_envvar=True, show_default=False)
+]
 
 
 def _print(result: dict[str, Any], as_json: bool) -> None:
@@ -50,7 +57,8 @@ def resume(
     """First token after a cold prefill, against first token after a resume from disk."""
     from agentkv.bench.resume import bench_resume
 
-    _run(bench_resume(tokens, model, home, codec, dtype, threads, quick), as_json)
+    tokens, rounds = (min(tokens, 1024), 1) if quick else (tokens, 5)
+    _run(bench_resume(tokens, model, home, codec, dtype, threads, rounds), as_json)
 
 
 @app.command()
@@ -104,6 +112,9 @@ def agents(
         str | None, typer.Option(help="Who leaves the device first: lru, lfu, ttl:600, cost; all: each in turn.")
     ] = None,
     hints: Annotated[bool, typer.Option("--hints", help="Agents say when they wait for a tool, and how long.")] = False,
+    against: Against = None,
+    against_model: AgainstModel = None,
+    against_key: AgainstKey = None,
     model: Model = "smollm2-135m",
     home: Home = None,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and KV.")] = "bfloat16",
@@ -129,6 +140,7 @@ def agents(
             servers=servers,
             residency=residency,
             hints=hints,
+            against=None if against is None else (against, against_model, against_key),
             dtype=dtype,
             threads=threads,
         ),
@@ -152,3 +164,35 @@ def http(
     from agentkv.bench.http import bench_http
 
     _run(bench_http(turns, tokens, busy, model, home, dtype, threads, quick), as_json)
+
+
+@app.command(name="all")
+def everything(
+    out: Annotated[Path, typer.Option(help="Folder for the JSON, the pictures and report.md.")],
+    model: Model = "smollm2-135m",
+    home: Home = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and KV.")] = "bfloat16",
+    threads: Threads = None,
+    against: Against = None,
+    against_model: AgainstModel = None,
+    against_key: AgainstKey = None,
+    quick: Annotated[
+        bool, typer.Option(help="Under 15 minutes on two cores with SmolLM2; without it, an hour or several.")
+    ] = False,
+) -> None:
+    """All of them, one after the other, with pictures and a report in words."""
+    from agentkv.bench.suite import Suite, run_suite
+    from agentkv.cli.display import error_console
+
+    server = None if against is None else (against, against_model, against_key)
+    console = error_console()
+    failed = asyncio.run(
+        run_suite(
+            Suite(model, home, dtype, threads, quick, server),
+            out,
+            say=lambda line: console.print(line, markup=False, highlight=False),
+        )
+    )
+    typer.echo(out / "report.md")
+    if failed:
+        raise typer.Exit(1)

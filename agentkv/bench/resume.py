@@ -15,7 +15,7 @@ _MESSAGE = 16
 
 
 async def bench_resume(
-    tokens: int, model: str, home: Path | None, codec: str, dtype: str, threads: int | None, quick: bool
+    tokens: int, model: str, home: Path | None, codec: str, dtype: str, threads: int | None, rounds: int = 5
 ) -> dict[str, Any]:
     """Medians over repetitions, cold and resumed in turn, with transformers' own prefill of the same ids beside them.
 
@@ -23,9 +23,6 @@ async def bench_resume(
     disk (files in the page cache), then sent the message. ``identical``: the resumed sessions' greedy continuations
     equal those of a session that was never suspended; lossy codecs do not promise it.
     """
-    if quick:
-        tokens = min(tokens, 1024)
-    rounds = 1 if quick else 5
     async with open_runtime(model, home, idle_codec=codec, dtype=dtype, threads=threads, idle_seconds=3600) as (
         kv,
         local,

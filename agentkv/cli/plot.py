@@ -20,18 +20,18 @@ _TICKS = (0, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 1
 _INSIDE, _OUTSIDE, _CHOSEN = "#3b6fb6", "#8c8c8c", "#c8442d"
 
 
-def check_plotting(path: Path) -> None:
+def check_plotting(path: Path, option: str = "--plot") -> None:
     """Before minutes of measuring: ``InvalidRequest`` without matplotlib, or where ``path`` cannot be a picture."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InvalidRequest(
-            "--plot needs matplotlib, which is not installed: pip install 'agentkv[plot]'", param="plot"
+            f"{option} needs matplotlib, which is not installed: pip install 'agentkv[plot]'", param=option[2:]
         ) from None
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InvalidRequest(f"--plot draws .png, .svg or .pdf, not {path.name!r}", param="plot")
+        raise InvalidRequest(f"{option} draws .png, .svg or .pdf, not {path.name!r}", param=option[2:])
     if not path.absolute().parent.is_dir():
-        raise InvalidRequest(f"--plot cannot write {path}: its folder does not exist", param="plot")
+        raise InvalidRequest(f"{option} cannot write {path}: its folder does not exist", param=option[2:])
 
 
 def draw(report: Calibration, path: Path) -> None:
