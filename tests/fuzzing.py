@@ -1,4 +1,4 @@
-"""What schemathesis is told of the server beside its document: hooks, loaded by its command line (``SCHEMATHESIS_HOOKS``).
+"""What schemathesis is told of the server beside its document: hooks, which its command line loads.
 
 Its names are random: without help most calls would end at 404. Each second call goes to something that is there, made
 anew where a call before may have deleted it. Answers are kept short, and a stream without an end gets one.
@@ -16,6 +16,7 @@ from typing import Any
 
 import requests
 import schemathesis
+from schemathesis.core.parameters import ParameterLocation
 
 _MOST_TOKENS = 8
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -75,6 +76,12 @@ def _known(name: str, spent: bool) -> dict[str, str]:
     return found
 
 
+def _meant(case: Any, location: ParameterLocation) -> bool:
+    """Whether that part of the call is as the document allows it."""
+    part = case.meta.components.get(location) if case.meta is not None else None
+    return part is None or part.mode.is_positive
+
+
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
     """Names that are there, and short answers."""
@@ -82,8 +89,9 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
         label = case.operation.label
         _calls[label] += 1
         names = [name for name in _MAKERS if name in (case.path_parameters or {})]
-        if names and _calls[label] % 2:
-            case.path_parameters.update(_known(names[0], spent=case.method != "GET" or label.endswith("/events")))
+        if names and _calls[label] % 2 and _meant(case, ParameterLocation.PATH):
+            found = _known(names[0], spent=case.method != "GET" or label.endswith("/events"))
+            case.path_parameters.update({name: found.get(name, value) for name, value in case.path_parameters.items()})
         if isinstance(case.body, dict):
             if isinstance(case.body.get("model"), str) and _calls[label] % 8:
                 case.body["model"] = _model()

@@ -126,7 +126,7 @@ def _text_item(name: str, role: str, part: Mapping[str, Any], status: str) -> di
 
 
 def _check_fields(kind: Any, item: Mapping[str, Any], at: str) -> None:
-    known = _FIELDS.get(kind)
+    known = _FIELDS.get(kind) if isinstance(kind, str) else None
     if known is None:
         raise Unsupported(
             f"input item {kind!r}", f"{at}: messages, function calls and their outputs are served", param=f"{at}.type"
