@@ -20,6 +20,7 @@ from schemathesis.core.parameters import ParameterLocation
 
 _MOST_TOKENS = 8
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_SPENDING = ("/events", "/rewind")
 _USER = {"role": "user", "content": "Hello"}
 _url = os.environ["FUZZED_URL"]
 _key = os.environ["FUZZED_KEY"]
@@ -90,8 +91,11 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:
         _calls[label] += 1
         names = [name for name in _MAKERS if name in (case.path_parameters or {})]
         if names and _calls[label] % 2 and _meant(case, ParameterLocation.PATH):
-            found = _known(names[0], spent=case.method != "GET" or label.endswith("/events"))
+            found = _known(names[0], spent=case.method == "DELETE" or label.endswith(_SPENDING))
             case.path_parameters.update({name: found.get(name, value) for name, value in case.path_parameters.items()})
+        if label == "POST /v1/sessions/import" and _calls[label] % 4 == 1 and _meant(case, ParameterLocation.BODY):
+            path = f"/v1/sessions/{_known('session_id', spent=False)['session_id']}/export"
+            case.body = _http.get(f"{_url}{path}", timeout=30).content
         if isinstance(case.body, dict):
             if isinstance(case.body.get("model"), str) and _calls[label] % 8:
                 case.body["model"] = _model()

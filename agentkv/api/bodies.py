@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentkv.api.shapes import MessageObject, ResponseFormat, SessionTool, ToolChoiceObject
-from agentkv.api.strict import Whole
+from agentkv.api.strict import Whole, exactly
 from agentkv.schemas.replies import Item
 
 __all__ = [
@@ -37,6 +37,8 @@ class _Body(BaseModel):
 
 class SessionCreate(_Body):
     """A new session. System prompt, tools and template arguments are frozen with it."""
+
+    model_config = exactly({"system": "You are Bolt.", "agent_id": "bolt"})
 
     system: str | None = None
     agent_id: str | None = Field(None, max_length=200)
@@ -79,6 +81,12 @@ class Sampling(_Body):
 class SendBody(Sampling):
     """A turn. Without ``messages`` it goes on where the last reply was cut, or answers what was appended."""
 
+    model_config = exactly(
+        {"messages": "Hello!", "max_tokens": 64},
+        {"messages": [{"role": "user", "content": "Hello!"}], "stream": True, "temperature": 0.7, "seed": 1},
+        {"messages": [{"role": "user", "content": "Hello!"}], "generate": False},
+    )
+
     messages: str | MessageObject | list[MessageObject] | None = None
     stream: bool = False
     wait: bool = Field(False, description="Wait while another turn runs, instead of 409.")
@@ -107,6 +115,8 @@ class ForkBody(_Body):
 class RewindBody(_Body):
     """How far back: to the end of an item, or by some turns. ``dry_run``: only say what it would cost."""
 
+    model_config = exactly({"turns": 1}, {"turns": 1, "dry_run": True})
+
     to_item: str | None = None
     turns: Whole | None = Field(None, ge=1)
     dry_run: bool = False
@@ -114,6 +124,8 @@ class RewindBody(_Body):
 
 class HintBody(_Body):
     """What is known of the session's future. ``seconds`` goes with ``expect`` and ``pin``."""
+
+    model_config = exactly({"kind": "expect", "seconds": 30}, {"kind": "close"})
 
     kind: Literal["expect", "prefetch", "pin", "close"]
     seconds: float | None = Field(None, ge=0, allow_inf_nan=False)

@@ -1,12 +1,17 @@
-"""Numbers of a body. Bodies are read as JSON says them: no text stands for a number, and no ``true`` for 1."""
+"""Bodies hold what is named, as JSON says it: no other fields, no text that stands for a number, no ``true`` for 1."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ConfigDict
 
-__all__ = ["Whole"]
+__all__ = ["Whole", "exactly"]
+
+
+def exactly(*examples: dict[str, Any]) -> ConfigDict:
+    """Of a body: no other fields. ``examples``: for the document."""
+    return ConfigDict(extra="forbid", json_schema_extra={"examples": list(examples)} if examples else None)
 
 
 def _whole(value: Any) -> Any:

@@ -39,6 +39,9 @@ CONFIG = """
 expected-statuses = ["2xx", "3xx", "4xx", 503]
 """
 SHORT = """
+[phases.coverage]
+unexpected-methods = ["PUT", "PATCH"]
+
 [[operations]]
 include-name-regex = "POST .*(completions|responses|input_tokens|messages|regenerate|items|sessions|conversations)$"
 [operations.phases.coverage]
@@ -95,13 +98,13 @@ def operations(served: Served) -> set[str]:
 
 def check_reached(served: Served, found: dict[str, dict[int, int]]) -> None:
     """Nothing was passed over, and all that can be done was done at least once."""
-    assert found.keys() >= operations(served)
-    refusing = {operation for operation, statuses in found.items() if not any(status < 300 for status in statuses)}
-    assert not refusing & operations(served) - {"POST /v1/sessions/import", "POST /v1/responses/{response_id}/cancel"}
+    done = {operation for operation, statuses in found.items() if any(status < 300 for status in statuses)}
+    # The document itself is asked for before the first call; only what is in progress can be cancelled.
+    assert operations(served) - done == {"GET /openapi.json", "POST /v1/responses/{response_id}/cancel"}
 
 
 def test_each_operation_keeps_to_the_document(served: Served, key: str, tmp_path: Path) -> None:
-    options = ("--phases", "coverage,fuzzing", "-n", "8", "--generation-deterministic")
+    options = ("--phases", "examples,coverage,fuzzing", "-n", "5", "--generation-deterministic")
     check_reached(served, fuzzed(served, key, tmp_path, *options, config=SHORT))
     assert served.stop() == 0
 
@@ -109,6 +112,6 @@ def test_each_operation_keeps_to_the_document(served: Served, key: str, tmp_path
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_each_operation_keeps_to_the_document_in_many_ways(served: Served, key: str, tmp_path: Path, seed: int) -> None:
-    options = ("--phases", "coverage,fuzzing,stateful", "-n", "60", "--generation-database", "none")
+    options = ("--phases", "examples,coverage,fuzzing,stateful", "-n", "60", "--generation-database", "none")
     check_reached(served, fuzzed(served, key, tmp_path, *options, "--seed", str(seed)))
     assert served.stop() == 0

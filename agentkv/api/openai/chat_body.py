@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentkv.api.openai.fields import only
 from agentkv.api.openai.translating import sampling_of
 from agentkv.api.shapes import MessageObject, ResponseFormat, Tool, ToolChoiceOrNull
-from agentkv.api.strict import Whole
+from agentkv.api.strict import Whole, exactly
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.sampling import SamplingParams
 
@@ -34,7 +34,17 @@ class StreamOptions(BaseModel):
 class ChatBody(BaseModel):
     """A chat completion. Without a temperature decoding is greedy."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = exactly(
+        {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64},
+        {
+            "model": "smollm2-135m",
+            "messages": [{"role": "system", "content": "You are Bolt."}, {"role": "user", "content": "Hello!"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": 64,
+            "logprobs": True,
+        },
+    )
 
     model: str = Field(description="A name that `GET /v1/models` lists.")
     messages: list[MessageObject] = Field(

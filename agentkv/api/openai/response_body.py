@@ -11,7 +11,7 @@ from agentkv.api.openai.fields import only
 from agentkv.api.openai.response_items import messages_of
 from agentkv.api.openai.translating import function_tools, sampling_of
 from agentkv.api.shapes import Conversation, InputItem, NullsOnly, ResponseTool, ResponseToolChoice, TextFormatObject
-from agentkv.api.strict import Whole
+from agentkv.api.strict import Whole, exactly
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.messages import Message
 from agentkv.schemas.sampling import SamplingParams
@@ -137,12 +137,26 @@ class Asked(BaseModel):
 class Counted(Asked):
     """A request whose tokens are counted."""
 
+    model_config = exactly({"input": "Hello!", "instructions": "You are Bolt."})
+
     model: str | None = Field(None, description="A name that `GET /v1/models` lists.")
     personality: Annotated[str | None, only(advice="say it in the instructions")] = _DEFAULT
 
 
 class ResponseBody(Asked):
     """A response. Without a temperature decoding is greedy."""
+
+    model_config = exactly(
+        {"model": "smollm2-135m", "input": "Hello!", "max_output_tokens": 64},
+        {
+            "model": "smollm2-135m",
+            "input": [{"role": "user", "content": "Hello!"}],
+            "instructions": "You are Bolt.",
+            "stream": True,
+            "max_output_tokens": 64,
+            "include": ["message.output_text.logprobs"],
+        },
+    )
 
     model: str = Field(description="A name that `GET /v1/models` lists.")
     session_id: str | None = Field(

@@ -12,6 +12,7 @@ from agentkv.api.openai.names import ConversationUnknown, conversation_of, sessi
 from agentkv.api.openai.response_items import items_of, listed, messages_of, opening_and_rest, without_item
 from agentkv.api.routes.responses import ItemList, ItemsQuery
 from agentkv.api.shapes import InputItem
+from agentkv.api.strict import exactly
 from agentkv.errors import InvalidRequest, SessionNotFound
 from agentkv.schemas.messages import Message
 from agentkv.sessions.db.records import ItemRecord
@@ -29,7 +30,7 @@ routes = Routes("OpenAI")
 class ConversationCreate(BaseModel):
     """A new conversation."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = exactly({"items": [{"role": "user", "content": "Hello!"}], "metadata": {"agent": "bolt"}})
 
     items: list[InputItem] | None = Field(None, description="What was said so far: messages, calls and their outputs.")
     metadata: dict[str, Any] | None = None
@@ -46,7 +47,7 @@ class ConversationUpdate(BaseModel):
 class ConversationItems(BaseModel):
     """More of what was said."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = exactly({"items": [{"role": "user", "content": "Hello!"}]})
 
     items: list[InputItem] = Field(min_length=1)
 
