@@ -191,7 +191,7 @@ async def _body(route: Route, request: web.Request) -> Any:
             raw = await request.read()
     except TimeoutError:
         raise BodyTimeout(request.app[SERVER].body_seconds) from None
-    if not raw.strip():
+    if not raw:
         if route.body_optional:
             raw = b"{}"
         else:

@@ -19,8 +19,8 @@ class Header(NamedTuple):
 
 REQUEST = {
     "X-Session-ID": Header(
-        "The session that answers, as `session_id` in the body, which comes first.",
-        {"type": "string", "minLength": 1, "maxLength": 200},
+        "The session that answers, as `session_id` in the body, which comes first. Empty says nothing.",
+        {"type": "string", "maxLength": 200},
         always=False,
     ),
 }
