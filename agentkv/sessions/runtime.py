@@ -274,7 +274,8 @@ class AgentKV:
 
 def _import_engine() -> None:
     import agentkv.engine.loading
-    import agentkv.sessions.manager  # noqa: F401
+    import agentkv.sessions.manager
+    import agentkv.sessions.metrics  # noqa: F401
 
 
 async def _in_new_thread(work: Callable[[], T]) -> T:
