@@ -274,6 +274,7 @@ class AgentKV:
 
 def _import_engine() -> None:
     import agentkv.engine.loading
+    import agentkv.engine.loading
     import agentkv.sessions.manager
     import agentkv.sessions.metrics  # noqa: F401
 
