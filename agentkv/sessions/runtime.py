@@ -274,7 +274,6 @@ class AgentKV:
 
 def _import_engine() -> None:
     import agentkv.engine.loading
-    import agentkv.engine.loading
     import agentkv.sessions.manager
     import agentkv.sessions.metrics  # noqa: F401
 
