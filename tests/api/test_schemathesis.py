@@ -104,7 +104,7 @@ def check_reached(served: Served, found: dict[str, dict[int, int]]) -> None:
 
 
 def test_each_operation_keeps_to_the_document(served: Served, key: str, tmp_path: Path) -> None:
-    options = ("--phases", "examples,coverage,fuzzing", "-n", "5", "--generation-deterministic")
+    options = ("--phases", "examples,coverage,fuzzing", "-n", "3", "--generation-deterministic")
     check_reached(served, fuzzed(served, key, tmp_path, *options, config=SHORT))
     assert served.stop() == 0
 
@@ -112,6 +112,6 @@ def test_each_operation_keeps_to_the_document(served: Served, key: str, tmp_path
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_each_operation_keeps_to_the_document_in_many_ways(served: Served, key: str, tmp_path: Path, seed: int) -> None:
-    options = ("--phases", "examples,coverage,fuzzing,stateful", "-n", "60", "--generation-database", "none")
+    options = ("--phases", "examples,coverage,fuzzing,stateful", "-n", "40", "--generation-database", "none")
     check_reached(served, fuzzed(served, key, tmp_path, *options, "--seed", str(seed)))
     assert served.stop() == 0
