@@ -160,7 +160,7 @@ TextFormatObject = Annotated[
 ]
 """The same as responses have it."""
 
-_SAID = {"id": {}, "status": {}}
+_SAID: _Schema = {"id": {}, "status": {}}
 InputItem = Annotated[
     Any,
     WithJsonSchema(
