@@ -48,7 +48,8 @@ def messages_of(given: str | Sequence[Any] | None, where: str = "input") -> list
         at = f"{where}[{index}]"
         if not isinstance(item, Mapping):
             raise InvalidRequest(f"{at} must be an item, not {type(item).__name__}", param=at)
-        kind = item.get("type") or "message"
+        kind = item.get("type")
+        kind = "message" if kind is None or kind == "" else kind
         _check_fields(kind, item, at)
         message = _message(kind, item, at)
         if kind == "function_call" and calling:
