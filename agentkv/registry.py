@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentkv.errors import InvalidRequest
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "load_plugins"]
 
 T = TypeVar("T")
+_made: list[Registry[Any]] = []
 
 
 class Registry(Generic[T]):
@@ -20,6 +21,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self._known: dict[str, T] = {}
         self._scanned = False
+        _made.append(self)
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: make the object known as ``name``. A second object under one name raises ``ValueError``."""
@@ -49,7 +51,13 @@ class Registry(Generic[T]):
     def _scan(self) -> None:
         if self._scanned:
             return
-        self._scanned = True
         for point in entry_points(group=f"agentkv.{self.kind}"):
             if point.name not in self._known:
                 self._known[point.name] = point.load()
+        self._scanned = True
+
+
+def load_plugins() -> None:
+    """Find what other packages have registered, so that no later look-up reads the disk for it. Blocking."""
+    for registry in _made:
+        registry._scan()

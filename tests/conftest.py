@@ -6,9 +6,11 @@ import os
 import random
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blocking import nothing_blocks
 from hypothesis import HealthCheck, settings
 
 # Before torch is imported: the tests share their cores with each other.
@@ -16,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+_WATCHED = {"integration", "api"}
 SEED = int(os.environ.get("AGENTKV_TEST_SEED", "0"))
 
 # Where the shell started this in the background, what the tests start would ignore Ctrl-C as this does.
@@ -58,6 +61,17 @@ def seed() -> int:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def unblocked(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """In ``integration`` and ``api`` nothing of ``agentkv`` may block the event loop: what did, in words."""
+    if not _WATCHED & set(request.path.parts):
+        yield []
+        return
+    with nothing_blocks() as found:
+        yield found
+    assert not found, "the event loop was blocked:\n" + "\n".join(found)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     )
     app[KV] = kv
     app[SERVER] = server
-    app[DOCUMENT] = document(ROUTES)
+    app[DOCUMENT] = {keys: document(ROUTES, keys=keys) for keys in (False, True)}
     app.cleanup_ctx.append(expiring)
     app[STOPPING] = asyncio.Event()
     app[RUNNING] = {}
@@ -45,7 +45,15 @@ def make_app(kv: AgentKV, server: ServerSettings) -> web.Application:
     app.on_shutdown.append(_stopping)
     for route in ROUTES:
         app.router.add_route(route.method, route.path, partial(answered, route))
+    for path in {route.path for route in ROUTES if "{" not in route.path}:
+        app.router.add_route("*", path, partial(_not_allowed, path))
     return app
+
+
+async def _not_allowed(path: str, request: web.Request) -> web.StreamResponse:
+    """A path of its own hides those with a name in this place, also where it does not take the method."""
+    allowed = sorted(route.method for route in ROUTES if route.path == path)
+    raise web.HTTPMethodNotAllowed(request.method, allowed)
 
 
 async def _swept(app: web.Application) -> None:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentkv.api.shapes import MessageObject, ResponseFormat, SessionTool, ToolChoiceObject
+from agentkv.api.strict import Whole, exactly
 from agentkv.schemas.replies import Item
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "HintBody",
     "ItemPage",
     "ListQuery",
+    "NoBody",
     "RewindBody",
     "SendBody",
     "SessionCreate",
@@ -35,11 +38,13 @@ class _Body(BaseModel):
 class SessionCreate(_Body):
     """A new session. System prompt, tools and template arguments are frozen with it."""
 
+    model_config = exactly({"system": "You are Bolt.", "agent_id": "bolt"})
+
     system: str | None = None
     agent_id: str | None = Field(None, max_length=200)
     policy: str | None = Field(None, description="`full`, `sink:4096`, `turns:8192` …; default: the server's.")
     idle_codec: str | None = Field(None, description="Codec at rest: `exact`, `auto` …; default: the server's.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Function definitions in OpenAI's form.")
+    tools: list[SessionTool] | None = Field(None, description="Function definitions in OpenAI's form.")
     template_args: dict[str, Any] | None = None
     metadata: Metadata | None = None
 
@@ -57,16 +62,16 @@ class Sampling(_Body):
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
+    top_k: Whole | None = Field(None, ge=1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
-    seed: int | None = None
+    seed: Whole | None = Field(None, ge=-(2**63), lt=2**64)
     stop: str | list[str] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    max_tokens: Whole | None = Field(None, ge=1)
+    logprobs: Whole | None = Field(None, ge=0, le=20)
     ignore_eos: bool = False
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoiceObject | None = None
+    response_format: ResponseFormat | None = None
 
     def sampling(self) -> dict[str, Any]:
         """What was given, as ``session.send`` takes it."""
@@ -76,10 +81,20 @@ class Sampling(_Body):
 class SendBody(Sampling):
     """A turn. Without ``messages`` it goes on where the last reply was cut, or answers what was appended."""
 
-    messages: str | dict[str, Any] | list[dict[str, Any]] | None = None
+    model_config = exactly(
+        {"messages": "Hello!", "max_tokens": 64},
+        {"messages": [{"role": "user", "content": "Hello!"}], "stream": True, "temperature": 0.7, "seed": 1},
+        {"messages": [{"role": "user", "content": "Hello!"}], "generate": False},
+    )
+
+    messages: str | MessageObject | list[MessageObject] | None = None
     stream: bool = False
     wait: bool = Field(False, description="Wait while another turn runs, instead of 409.")
     generate: bool = Field(True, description="`false`: commit the messages, compute their KV, and answer nothing.")
+
+
+class NoBody(_Body):
+    """There is nothing to say."""
 
 
 class SuspendBody(_Body):
@@ -92,7 +107,7 @@ class ForkBody(_Body):
     """Where the new session leaves this one: behind an item, or some turns before the end."""
 
     at_item: str | None = None
-    turns: int = Field(0, ge=0)
+    turns: Whole = Field(0, ge=0)
     agent_id: str | None = Field(None, max_length=200)
     metadata: Metadata | None = None
 
@@ -100,13 +115,17 @@ class ForkBody(_Body):
 class RewindBody(_Body):
     """How far back: to the end of an item, or by some turns. ``dry_run``: only say what it would cost."""
 
+    model_config = exactly({"turns": 1}, {"turns": 1, "dry_run": True})
+
     to_item: str | None = None
-    turns: int | None = Field(None, ge=1)
+    turns: Whole | None = Field(None, ge=1)
     dry_run: bool = False
 
 
 class HintBody(_Body):
     """What is known of the session's future. ``seconds`` goes with ``expect`` and ``pin``."""
+
+    model_config = exactly({"kind": "expect", "seconds": 30}, {"kind": "close"})
 
     kind: Literal["expect", "prefetch", "pin", "close"]
     seconds: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -115,7 +134,7 @@ class HintBody(_Body):
 class VerifyBody(_Body):
     """How many of its first tokens are computed again."""
 
-    tokens: int = Field(512, ge=1, le=1_000_000)
+    tokens: Whole = Field(512, ge=1, le=1_000_000)
 
 
 class Created(_Body):

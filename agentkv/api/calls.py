@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from agentkv.api.errors import BodyTimeout, NotJSON, invalid
+from agentkv.api.errors import BodyTimeout, Encoded, NotJSON, invalid
 from agentkv.api.settings import ServerSettings
 from agentkv.errors import InvalidRequest
 
@@ -28,6 +28,11 @@ TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant")
 
 _LARGE = 256 * 1024
 """Bytes of a body from which on it is read in a thread: a millisecond of parsing."""
+
+
+class _NoQuery(BaseModel):
+    """Nothing can be asked for."""
+
 
 Handler = Callable[["Call"], Awaitable[Any]]
 H = TypeVar("H", bound=Handler)
@@ -46,8 +51,10 @@ class Route:
     """One line of the table.
 
     ``body``, ``answer``: types that pydantic reads and writes (``None``: there is none); ``query``: a model of the
-    query string. ``events``: the type of a stream's events, where the call can be answered by one. ``errors``: statuses
-    it can end with beside those that any call can. ``scope``: ``open`` needs no key, ``admin`` an admin's.
+    query string. ``events``: the type of a stream's events, where the call can be answered by one; ``last``:
+    what it ends with, where that is no event. ``reads``, ``tells``: headers of its own that it reads, and that its
+    answer has: names of ``headers.REQUEST`` and ``headers.ANSWER``. ``errors``: statuses it can end with beside those
+    that any call can. ``scope``: ``open`` needs no key, ``admin`` an admin's.
     """
 
     method: str
@@ -60,6 +67,9 @@ class Route:
     query: type[BaseModel] | None = None
     answer: Any = None
     events: Any = None
+    last: str | None = None
+    reads: tuple[str, ...] = ()
+    tells: tuple[str, ...] = ()
     status: int = 200
     errors: tuple[int, ...] = ()
     media: str = "application/json"
@@ -148,7 +158,7 @@ class Call:
 def route_of(request: web.Request) -> Route | None:
     """The table's line that this request goes to."""
     handler = getattr(request.match_info, "handler", None)
-    return handler.args[0] if isinstance(handler, partial) else None
+    return handler.args[0] if isinstance(handler, partial) and isinstance(handler.args[0], Route) else None
 
 
 @cache
@@ -160,8 +170,10 @@ def adapter(type_: Any) -> TypeAdapter[Any]:
 async def answered(route: Route, request: web.Request) -> web.StreamResponse:
     """Read the request, call the handler, write what it returns."""
     call = Call(request, route)
-    if route.query is not None:
-        call.query = _query(route.query, request)
+    if route.query is not None or route.scope != "open":
+        call.query = _query(route.query or _NoQuery, request)
+    if route.body is not None and (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        raise Encoded(encoding)
     if route.body is not None and route.body_media == "application/json":
         call.body = await _body(route, request)
     result = await route.handler(call)
@@ -179,12 +191,12 @@ async def _body(route: Route, request: web.Request) -> Any:
             raw = await request.read()
     except TimeoutError:
         raise BodyTimeout(request.app[SERVER].body_seconds) from None
-    if not raw.strip():
+    if not raw:
         if route.body_optional:
             raw = b"{}"
         else:
             raise NotJSON("the body is empty")
-    reads = adapter(route.body).validate_json
+    reads = partial(adapter(route.body).validate_json, strict=True)
     try:
         return await asyncio.to_thread(reads, raw) if len(raw) > _LARGE else reads(raw)
     except ValidationError as error:

@@ -15,6 +15,7 @@ from agentkv.logs import Log, fault
 
 __all__ = [
     "BodyTimeout",
+    "Encoded",
     "ErrorAnswer",
     "ErrorDetail",
     "Forbidden",
@@ -69,6 +70,15 @@ class BodyTimeout(Refusal):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the request's body did not arrive within {seconds:g} s")
+
+
+class Encoded(Refusal):
+    """The body is compressed."""
+
+    status, code = 415, "unsupported_content_encoding"
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(f"Content-Encoding: {encoding[:40]}: bodies are read as they are; send it without")
 
 
 class Unauthorized(Refusal):

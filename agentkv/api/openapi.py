@@ -13,10 +13,12 @@ from pydantic.json_schema import models_json_schema
 import agentkv
 from agentkv.api.calls import Route, adapter
 from agentkv.api.errors import ErrorAnswer
+from agentkv.api.headers import ANSWER, REQUEST
 
 __all__ = ["DOCUMENT", "document"]
 
-DOCUMENT: web.AppKey[dict[str, Any]] = web.AppKey("openapi", dict)
+DOCUMENT: web.AppKey[dict[bool, dict[str, Any]]] = web.AppKey("openapi", dict)
+"""By whether there are keys."""
 _REF = "#/components/schemas/{model}"
 _MEANINGS = {
     400: "The request cannot be served as it is.",
@@ -26,20 +28,22 @@ _MEANINGS = {
     408: "The body did not arrive in time.",
     409: "Another turn is running on this session.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "This key's limit is reached.",
     500: "The server failed.",
     503: "No memory for this turn, no storage, or the server is stopping.",
 }
-_RETRIED = (409, 429, 503)
+_TOLD = {401: ("WWW-Authenticate",), **dict.fromkeys((409, 429, 503), ("Retry-After",))}
+"""Headers that errors have."""
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
-def document(routes: Iterable[Route]) -> dict[str, Any]:
-    """A JSON-able OpenAPI document of ``routes``."""
+def document(routes: Iterable[Route], *, keys: bool) -> dict[str, Any]:
+    """A JSON-able OpenAPI document of ``routes``. ``keys``: whether the server has any, so that calls need one."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas, keys)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -56,14 +60,14 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(route: Route, schemas: dict[str, Any], keys: bool) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": route.operation,
         "summary": route.summary,
         "tags": [route.tag],
-        "parameters": [*_path_parameters(route), *_query_parameters(route, schemas)],
+        "parameters": [*_path_parameters(route), *_query_parameters(route, schemas), *_header_parameters(route)],
         "responses": _responses(route, schemas),
-        "security": [] if route.scope == "open" else [{"key": []}],
+        "security": [{"key": []}] if keys and route.scope != "open" else [],
     }
     if route.description:
         operation["description"] = route.description
@@ -96,6 +100,23 @@ def _query_parameters(route: Route, schemas: dict[str, Any]) -> list[dict[str, A
     ]
 
 
+def _header_parameters(route: Route) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "header", "required": header.always, "schema": header.schema}
+        | {"description": header.description}
+        for name, header in ((name, REQUEST[name]) for name in route.reads)
+    ]
+
+
+def _answer_headers(names: Iterable[str]) -> dict[str, Any]:
+    """What an answer's ``headers`` say, where it has any."""
+    told = {
+        name: {"description": header.description, "required": header.always, "schema": header.schema}
+        for name, header in ((name, ANSWER[name]) for name in names)
+    }
+    return {"headers": told} if told else {}
+
+
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     """A query string has no null: what may be left out is no null either."""
     kinds = [kind for kind in schema.get("anyOf", []) if kind.get("type") != "null"]
@@ -112,21 +133,38 @@ def _responses(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     elif route.media != "application/json":
         content[route.media] = {"schema": {"type": "string"} if route.media.startswith("text/") else {}}
     if route.events is not None:
-        each = _schema(route.events, schemas, "serialization")
-        content["text/event-stream"] = {"schema": {"type": "string", "description": "Events' data:", "x-event": each}}
+        content["text/event-stream"] = {"schema": _event(route, schemas)}
     status = route.status if content else 204
-    done: dict[str, Any] = {"description": "Done."}
+    done: dict[str, Any] = {"description": "Done.", **_answer_headers(route.tells)}
     if content:
         done["content"] = content
     statuses = {400, 500, *route.errors}
     statuses |= set() if route.scope == "open" else {401, 403, 429}
-    statuses |= {408, 413} if route.body is not None else set()
+    statuses |= {408, 413, 415} if route.body is not None else set()
     if route.scope != "open":
         statuses.add(503)
     found = {str(status): done}
     for number in sorted(statuses):
         found[str(number)] = _error(number, schemas) if not _is_health(route, number) else _unwell(route, schemas)
     return found
+
+
+def _event(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
+    """One event of a stream: its name, where it has one, and its data, which is JSON."""
+    kinds = [_schema(kind, schemas, "serialization") for kind in (route.events, ErrorAnswer)]
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": kinds},
+    }
+    if route.last is not None:
+        data = {"anyOf": [{"const": route.last}, data]}
+    return {
+        "description": "Each event of the stream.",
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
 
 
 def _is_health(route: Route, status: int) -> bool:
@@ -136,6 +174,7 @@ def _is_health(route: Route, status: int) -> bool:
 def _unwell(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     return {
         "description": "It is not.",
+        **_answer_headers(["Retry-After"]),
         "content": {"application/json": {"schema": _schema(route.answer, schemas, "serialization")}},
     }
 
@@ -145,11 +184,7 @@ def _error(status: int, schemas: dict[str, Any]) -> dict[str, Any]:
         "description": _MEANINGS[status],
         "content": {"application/json": {"schema": _schema(ErrorAnswer, schemas, "serialization")}},
     }
-    if status in _RETRIED:
-        answer["headers"] = {
-            "Retry-After": {"description": "Seconds until it is worth trying again.", "schema": {"type": "integer"}}
-        }
-    return answer
+    return answer | _answer_headers(_TOLD.get(status, ()))
 
 
 def _schema(type_: Any, schemas: dict[str, Any], mode: Any) -> dict[str, Any]:

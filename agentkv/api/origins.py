@@ -10,6 +10,7 @@ from aiohttp import web
 
 from agentkv.api.calls import SERVER
 from agentkv.api.errors import Forbidden, error_answers
+from agentkv.api.headers import EXPOSED
 
 __all__ = ["cross_origin", "is_loopback"]
 
@@ -40,9 +41,7 @@ async def grant(request: web.Request, response: web.StreamResponse) -> None:
     """Before headers go out: a page of an allowed origin may read the answer, and our headers."""
     if (granted := request.get(_GRANTED)) is not None:
         response.headers.update(granted)
-        response.headers["Access-Control-Expose-Headers"] = (
-            "X-AgentKV-Session, X-AgentKV-Cache, X-AgentKV-Diverged, Retry-After"
-        )
+        response.headers["Access-Control-Expose-Headers"] = ", ".join(EXPOSED)
 
 
 _GRANTED: web.RequestKey[dict[str, str]] = web.RequestKey("granted", dict)

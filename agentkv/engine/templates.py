@@ -28,6 +28,7 @@ from agentkv.engine.rendering import OPENING, PROBE, SENTINEL, Dicts, Renderer, 
 from agentkv.engine.toolblocks import with_definitions
 from agentkv.errors import InvalidRequest, TemplateError, Unsupported
 from agentkv.schemas.messages import Message, ToolCall
+from agentkv.schemas.tools import check_tool
 from agentkv.types import Span
 
 __all__ = ["ChatTemplate", "HeadRender", "LastRole", "TurnRender"]
@@ -401,12 +402,7 @@ def _no_template() -> Unsupported:
 
 def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
     for index, tool in enumerate(tools or ()):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidRequest(
-                f"tools[{index}] must be {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}",
-                param=f"tools[{index}]",
-            )
+        check_tool(tool, f"tools[{index}]")
 
 
 def _inferred_role(new: list[Message], after_generated: bool) -> str:

@@ -22,6 +22,8 @@ MessageKind = Literal["message", "tool_call", "tool_result"]
 
 _ROLES: tuple[str, ...] = get_args(Role)
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_PART_FIELDS = ("type", "text", "annotations", "logprobs")
+"""Those of an answer's part that clients send back with it."""
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 # Clients send the assistant message they received back as it was, unset fields included. Empty, they say nothing.
 _EMPTY_ONLY = ("refusal", "audio", "annotations", "function_call")
@@ -257,6 +259,9 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type")
     if kind not in _TEXT_PARTS:
         raise Unsupported(f"content part {kind!r}", f"{where}: only text parts can be served", param=where)
+    for field, said in part.items():
+        if field not in _PART_FIELDS and said is not None:
+            raise Unsupported(f"field {where}.{field}", "leave it out", param=f"{where}.{field}")
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"{where}.text must be a string, not {type(text).__name__}", param=f"{where}.text")

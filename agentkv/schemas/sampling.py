@@ -21,10 +21,13 @@ from pydantic.json_schema import SkipJsonSchema
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.constraints import Constraint
 from agentkv.schemas.tool_choice import ToolChoice
+from agentkv.schemas.tools import typed
 
 __all__ = ["SamplingParams"]
 
 _MAX_STOPS = 16
+_FORMAT_FIELDS = {"text": ("type",), "json_object": ("type",), "json_schema": ("type", "json_schema")}
+_SCHEMA_FIELDS = {"name": str, "description": str, "strict": bool}
 _OUTPUTS = ("schema", "response_format", "constraint")
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -161,18 +164,28 @@ def _response_format(wanted: Any) -> Constraint | None:
     if isinstance(wanted, type):
         return Constraint.json(wanted)
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if isinstance(kind, str) and kind in _FORMAT_FIELDS:
+        _refuse_others(wanted, _FORMAT_FIELDS[kind], "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
         return Constraint.json({"type": "object"})
     inner = wanted.get("json_schema") if isinstance(wanted, Mapping) else None
     if kind == "json_schema" and isinstance(inner, Mapping) and isinstance(inner.get("schema"), Mapping):
+        _refuse_others(inner, ("schema", *_SCHEMA_FIELDS), "response_format.json_schema")
+        typed(inner, _SCHEMA_FIELDS, "response_format.json_schema")
         return Constraint.json(inner["schema"])
     raise InvalidRequest(
         'response_format: pass {"type": "text"}, {"type": "json_object"}, a pydantic class, or '
         '{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}',
         param="response_format",
     )
+
+
+def _refuse_others(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise Unsupported(f"field {where}.{name}", "leave it out", param=f"{where}.{name}")
 
 
 def _refuse(name: str, value: float) -> float:

@@ -39,7 +39,7 @@ class Control:
         """Listen. A socket that a killed process left is replaced: the home's lock says that it is nobody's."""
         path = _path(self._home)
         try:
-            path.unlink(missing_ok=True)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
             bound = socket.socket(socket.AF_UNIX)
             bound.bind(str(path))
             path.chmod(0o600)  # nobody connects before it listens
@@ -52,7 +52,7 @@ class Control:
         if self._server is not None:
             self._server.close()
             self._server = None
-            _path(self._home).unlink(missing_ok=True)
+            await asyncio.to_thread(_path(self._home).unlink, missing_ok=True)
 
     async def _answer(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):

@@ -16,6 +16,7 @@ from agentkv.errors import Closed, InvalidRequest
 from agentkv.logs import Log
 from agentkv.policies.residency import ResidencyPolicy, parse_residency
 from agentkv.policies.retention import RetentionPolicy, parse_policy, policy_text
+from agentkv.registry import load_plugins
 from agentkv.sessions.workers import start_workers
 from agentkv.settings import Settings
 
@@ -103,6 +104,7 @@ class AgentKV:
 
     async def _open(self) -> None:
         settings = self.settings
+        await asyncio.to_thread(load_plugins)
         parse_policy(settings.default_policy)
         residency = parse_residency(settings.residency)
         # torch and transformers take seconds to import: not on the event loop.
@@ -272,7 +274,8 @@ class AgentKV:
 
 def _import_engine() -> None:
     import agentkv.engine.loading
-    import agentkv.sessions.manager  # noqa: F401
+    import agentkv.sessions.manager
+    import agentkv.sessions.metrics  # noqa: F401
 
 
 async def _in_new_thread(work: Callable[[], T]) -> T:

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentkv.api.openai.fields import only
 from agentkv.api.openai.translating import sampling_of
+from agentkv.api.shapes import MessageObject, ResponseFormat, Tool, ToolChoiceOrNull
+from agentkv.api.strict import Whole, exactly
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.sampling import SamplingParams
 
@@ -32,10 +34,20 @@ class StreamOptions(BaseModel):
 class ChatBody(BaseModel):
     """A chat completion. Without a temperature decoding is greedy."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = exactly(
+        {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64},
+        {
+            "model": "smollm2-135m",
+            "messages": [{"role": "system", "content": "You are Bolt."}, {"role": "user", "content": "Hello!"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": 64,
+            "logprobs": True,
+        },
+    )
 
     model: str = Field(description="A name that `GET /v1/models` lists.")
-    messages: list[_Object] = Field(
+    messages: list[MessageObject] = Field(
         min_length=1, description="The whole conversation, in OpenAI's form; text only. See `session_id`."
     )
     session_id: str | None = Field(
@@ -43,22 +55,22 @@ class ChatBody(BaseModel):
         description="The session that answers: an id, or a name of your own, whose first request begins it. Messages "
         "without a system prompt and without answers are then new ones, behind what it holds.",
     )
-    tools: list[_Object] | None = Field(None, description="Functions. `strict` holds for calls that are forced.")
-    tool_choice: Any = Field(None, description="`auto`, `none`, `required`, or a function by its name.")
-    response_format: _Object | None = Field(None, description="`text`, `json_object` or `json_schema`.")
+    tools: list[Tool] | None = Field(None, description="Functions. `strict` holds for calls that are forced.")
+    tool_choice: ToolChoiceOrNull = Field(None, description="`auto`, `none`, `required`, or a function by its name.")
+    response_format: ResponseFormat | None = Field(None, description="`text`, `json_object` or `json_schema`.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1, description="The same by its former name.")
+    max_completion_tokens: Whole | None = Field(None, ge=1)
+    max_tokens: Whole | None = Field(None, ge=1, description="The same by its former name.")
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
+    top_k: Whole | None = Field(None, ge=1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
-    seed: int | None = None
+    seed: Whole | None = Field(None, ge=-(2**63), lt=2**64)
     stop: str | list[str] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Whole | None = Field(None, ge=0, le=20)
     prompt_cache_key: str | None = Field(
         None,
         max_length=200,
@@ -70,7 +82,7 @@ class ChatBody(BaseModel):
     user: str | None = _HINT
     safety_identifier: str | None = _HINT
 
-    n: Annotated[int | None, only(1, advice="send the request several times")] = _DEFAULT
+    n: Annotated[Whole | None, only(1, advice="send the request several times")] = _DEFAULT
     presence_penalty: Annotated[float | None, only(0.0, advice="use repetition_penalty")] = _DEFAULT
     frequency_penalty: Annotated[float | None, only(0.0, advice="use repetition_penalty")] = _DEFAULT
     logit_bias: Annotated[_Object | None, only({})] = _DEFAULT

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import AfterValidator, ValidationInfo
+from pydantic import AfterValidator, GetJsonSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema
 
 from agentkv.errors import Unsupported
 
 __all__ = ["only"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Only(AfterValidator):
+    """As ``AfterValidator``, and the document says which values there are."""
+
+    values: tuple[Any, ...]
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [*self.values, None]}
 
 
 def only(*values: Any, advice: str = "leave it out") -> AfterValidator:
@@ -23,5 +34,4 @@ def only(*values: Any, advice: str = "leave it out") -> AfterValidator:
         shown = repr(value)
         raise Unsupported(f"{name}={shown if len(shown) <= 60 else shown[:57] + '...'}", advice, param=name)
 
-    checked: Callable[..., Any] = check
-    return AfterValidator(checked)
+    return _Only(check, values)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from agentkv.api.openai.fields import only
 from agentkv.api.openai.response_items import messages_of
 from agentkv.api.openai.translating import function_tools, sampling_of
+from agentkv.api.shapes import Conversation, InputItem, NullsOnly, ResponseTool, ResponseToolChoice, TextFormatObject
+from agentkv.api.strict import Whole, exactly
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.messages import Message
 from agentkv.schemas.sampling import SamplingParams
@@ -36,7 +38,7 @@ class TextFormat(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    format: _Object | None = Field(None, description="`text`, `json_object` or `json_schema`.")
+    format: TextFormatObject | None = Field(None, description="`text`, `json_object` or `json_schema`.")
     verbosity: Annotated[str | None, only("medium", advice="say it in the instructions")] = _DEFAULT
 
 
@@ -45,28 +47,30 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input: str | list[Any] | None = Field(
+    input: str | list[InputItem] | None = Field(
         None, description="A text, or items: messages, function calls and their outputs; text only."
     )
     instructions: str | None = Field(
         None, description="The system prompt. Left out, it is that of the conversation or response gone on from."
     )
     previous_response_id: str | None = Field(None, description="The response that this one goes on from.")
-    conversation: str | _Object | None = Field(
+    conversation: str | Conversation | None = Field(
         None, description="The conversation that this is a part of: its id, or an object with it."
     )
-    tools: list[_Object] | None = Field(
+    tools: list[ResponseTool] | None = Field(
         None,
         description="Functions. Left out, they are those of what is gone on from. `strict` holds where one is forced.",
     )
-    tool_choice: Any = Field(None, description="`auto`, `none`, `required`, or a function by its name.")
+    tool_choice: ResponseToolChoice = Field(None, description="`auto`, `none`, `required`, or a function by its name.")
     parallel_tool_calls: bool | None = Field(None, description="`false` only without tools.")
     text: TextFormat | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="`auto` where the session's policy evicts, `disabled` where it does not; else refused."
     )
     reasoning: Annotated[
-        _Object | None, only({}, advice="pass template_args to a session where the model's template reads an argument")
+        _Object | None,
+        only({}, advice="pass template_args to a session where the model's template reads an argument"),
+        NullsOnly,
     ] = _DEFAULT
 
     @field_validator("reasoning", mode="before")
@@ -133,12 +137,26 @@ class Asked(BaseModel):
 class Counted(Asked):
     """A request whose tokens are counted."""
 
+    model_config = exactly({"input": "Hello!", "instructions": "You are Bolt."})
+
     model: str | None = Field(None, description="A name that `GET /v1/models` lists.")
     personality: Annotated[str | None, only(advice="say it in the instructions")] = _DEFAULT
 
 
 class ResponseBody(Asked):
     """A response. Without a temperature decoding is greedy."""
+
+    model_config = exactly(
+        {"model": "smollm2-135m", "input": "Hello!", "max_output_tokens": 64},
+        {
+            "model": "smollm2-135m",
+            "input": [{"role": "user", "content": "Hello!"}],
+            "instructions": "You are Bolt.",
+            "stream": True,
+            "max_output_tokens": 64,
+            "include": ["message.output_text.logprobs"],
+        },
+    )
 
     model: str = Field(description="A name that `GET /v1/models` lists.")
     session_id: str | None = Field(
@@ -147,11 +165,11 @@ class ResponseBody(Asked):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(None, description="Whether it can be retrieved, and gone on from, by its id.")
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Whole | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_logprobs: int | None = Field(None, ge=0, le=20, description=f"Goes with `include: [{LOGPROBS}]`.")
-    include: list[str] | None = Field(None, description=f"`{LOGPROBS}`")
+    top_logprobs: Whole | None = Field(None, ge=0, le=20, description=f"Goes with `include: [{LOGPROBS}]`.")
+    include: list[Annotated[str, WithJsonSchema({"const": LOGPROBS})]] | None = Field(None, description=f"`{LOGPROBS}`")
     metadata: dict[str, str] | None = Field(None, description="Comes back with the response.")
     prompt_cache_key: str | None = Field(
         None, max_length=200, description="Of equally long conversations that of the same key is gone on with."
@@ -162,7 +180,7 @@ class ResponseBody(Asked):
 
     background: Annotated[bool | None, only(False, advice="stream it, or ask from a task of your own")] = _DEFAULT
     service_tier: Annotated[str | None, only("auto", "default", advice="there is one tier")] = _DEFAULT
-    max_tool_calls: Annotated[int | None, only(advice="functions are called by the client")] = _DEFAULT
+    max_tool_calls: Annotated[Whole | None, only(advice="functions are called by the client")] = _DEFAULT
     prompt: Annotated[Any, only(advice="say it in instructions and input")] = _DEFAULT
     context_management: Annotated[Any, only([], advice="choose a policy for the session")] = _DEFAULT
     moderation: Annotated[Any, only()] = _DEFAULT

@@ -48,7 +48,8 @@ def messages_of(given: str | Sequence[Any] | None, where: str = "input") -> list
         at = f"{where}[{index}]"
         if not isinstance(item, Mapping):
             raise InvalidRequest(f"{at} must be an item, not {type(item).__name__}", param=at)
-        kind = item.get("type") or "message"
+        kind = item.get("type")
+        kind = "message" if kind is None or kind == "" else kind
         _check_fields(kind, item, at)
         message = _message(kind, item, at)
         if kind == "function_call" and calling:
@@ -126,7 +127,7 @@ def _text_item(name: str, role: str, part: Mapping[str, Any], status: str) -> di
 
 
 def _check_fields(kind: Any, item: Mapping[str, Any], at: str) -> None:
-    known = _FIELDS.get(kind)
+    known = _FIELDS.get(kind) if isinstance(kind, str) else None
     if known is None:
         raise Unsupported(
             f"input item {kind!r}", f"{at}: messages, function calls and their outputs are served", param=f"{at}.type"

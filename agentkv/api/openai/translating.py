@@ -13,6 +13,7 @@ from agentkv.engine.tokenbytes import TokenBytes
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.replies import Logprob
 from agentkv.schemas.sampling import SamplingParams
+from agentkv.schemas.tools import check_tool
 from agentkv.types import Usage
 
 __all__ = [
@@ -63,13 +64,7 @@ def function_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, 
     found = []
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
-        if (kind := tool.get("type", "function")) != "function":
-            raise Unsupported(f"tool type {kind!r}", f"{where}: only functions can be called", param=f"{where}.type")
-        function = tool.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidRequest(
-                f"{where}: pass {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}", param=where
-            )
+        function = check_tool(tool, where)
         for holder, known, at in ((tool, ("type", "function"), where), (function, _FUNCTION, f"{where}.function")):
             for name in holder:
                 if name not in known:

@@ -54,7 +54,14 @@ async def retrieve_model(call: Call) -> ServedModel:
 
 
 @routes.post(
-    "/v1/chat/completions", body=ChatBody, answer=ChatCompletion, events=ChatCompletionChunk, errors=(404, 409, 503)
+    "/v1/chat/completions",
+    body=ChatBody,
+    answer=ChatCompletion,
+    events=ChatCompletionChunk,
+    last="[DONE]",
+    reads=("X-Session-ID",),
+    tells=("X-AgentKV-Session", "X-AgentKV-Cache", "X-AgentKV-Diverged"),
+    errors=(404, 409),
 )
 async def create_chat_completion(call: Call) -> web.StreamResponse:
     """Answer a conversation.
@@ -85,7 +92,7 @@ async def create_chat_completion(call: Call) -> web.StreamResponse:
             answer.chunks,
             opened=lambda first: tell(call, first),
             failed=answer.failed,
-            last=ServerEvent("[DONE]"),
+            last=ServerEvent(str(call.route.last)),
         )
     async with aclosing(events):
         async for event in events:

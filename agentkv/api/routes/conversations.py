@@ -11,6 +11,8 @@ from agentkv.api.calls import Call, Routes
 from agentkv.api.openai.names import ConversationUnknown, conversation_of, session_of
 from agentkv.api.openai.response_items import items_of, listed, messages_of, opening_and_rest, without_item
 from agentkv.api.routes.responses import ItemList, ItemsQuery
+from agentkv.api.shapes import InputItem
+from agentkv.api.strict import exactly
 from agentkv.errors import InvalidRequest, SessionNotFound
 from agentkv.schemas.messages import Message
 from agentkv.sessions.db.records import ItemRecord
@@ -28,9 +30,9 @@ routes = Routes("OpenAI")
 class ConversationCreate(BaseModel):
     """A new conversation."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = exactly({"items": [{"role": "user", "content": "Hello!"}], "metadata": {"agent": "bolt"}})
 
-    items: list[Any] | None = Field(None, description="What was said so far: messages, calls and their outputs.")
+    items: list[InputItem] | None = Field(None, description="What was said so far: messages, calls and their outputs.")
     metadata: dict[str, Any] | None = None
 
 
@@ -45,9 +47,9 @@ class ConversationUpdate(BaseModel):
 class ConversationItems(BaseModel):
     """More of what was said."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = exactly({"items": [{"role": "user", "content": "Hello!"}]})
 
-    items: list[Any] = Field(min_length=1)
+    items: list[InputItem] = Field(min_length=1)
 
 
 class Conversation(BaseModel):
@@ -67,7 +69,9 @@ class ConversationDeleted(BaseModel):
     deleted: bool = True
 
 
-@routes.post("/v1/conversations", body=ConversationCreate, body_optional=True, answer=Conversation)
+@routes.post(
+    "/v1/conversations", body=ConversationCreate, body_optional=True, answer=Conversation, tells=("X-AgentKV-Session",)
+)
 async def create_conversation(call: Call) -> Conversation:
     """Begin a conversation, which is a session.
 
@@ -83,13 +87,19 @@ async def create_conversation(call: Call) -> Conversation:
     return _told(call, session)
 
 
-@routes.get("/v1/conversations/{conversation_id}", answer=Conversation, errors=(404,))
+@routes.get("/v1/conversations/{conversation_id}", answer=Conversation, tells=("X-AgentKV-Session",), errors=(404,))
 async def retrieve_conversation(call: Call) -> Conversation:
     """Say what a conversation is called and since when it is there."""
     return _told(call, await _session(call))
 
 
-@routes.post("/v1/conversations/{conversation_id}", body=ConversationUpdate, answer=Conversation, errors=(404,))
+@routes.post(
+    "/v1/conversations/{conversation_id}",
+    body=ConversationUpdate,
+    answer=Conversation,
+    tells=("X-AgentKV-Session",),
+    errors=(404,),
+)
 async def update_conversation(call: Call) -> Conversation:
     """Change a conversation's metadata."""
     session = await _session(call)
@@ -97,7 +107,9 @@ async def update_conversation(call: Call) -> Conversation:
     return _told(call, session)
 
 
-@routes.delete("/v1/conversations/{conversation_id}", answer=ConversationDeleted, errors=(404,))
+@routes.delete(
+    "/v1/conversations/{conversation_id}", answer=ConversationDeleted, tells=("X-AgentKV-Session",), errors=(404,)
+)
 async def delete_conversation(call: Call) -> ConversationDeleted:
     """Delete a conversation: its session, its responses, and the files that no other needs."""
     session = await _session(call)
@@ -105,14 +117,26 @@ async def delete_conversation(call: Call) -> ConversationDeleted:
     return ConversationDeleted(id=conversation_of(session.id))
 
 
-@routes.get("/v1/conversations/{conversation_id}/items", query=ItemsQuery, answer=ItemList, errors=(404,))
+@routes.get(
+    "/v1/conversations/{conversation_id}/items",
+    query=ItemsQuery,
+    answer=ItemList,
+    tells=("X-AgentKV-Session",),
+    errors=(404,),
+)
 async def list_conversation_items(call: Call) -> ItemList:
     """List what was said, the last first."""
     session = await _session(call)
     return ItemList.page(listed(session.record, await call.sessions.repository.items(session.id)), call.query)
 
 
-@routes.post("/v1/conversations/{conversation_id}/items", body=ConversationItems, answer=ItemList, errors=(404, 409))
+@routes.post(
+    "/v1/conversations/{conversation_id}/items",
+    body=ConversationItems,
+    answer=ItemList,
+    tells=("X-AgentKV-Session",),
+    errors=(404, 409),
+)
 async def create_conversation_items(call: Call) -> ItemList:
     """Add to what was said. It is computed by the next response."""
     session, said = await _session(call), messages_of(call.body.items, "items")
@@ -123,13 +147,17 @@ async def create_conversation_items(call: Call) -> ItemList:
             head = Head.of(record)
             await rewritten(call.sessions, session, replace(head, system=joined(head.system, opening)))
     added = await noted(call.sessions, session, said) if said else []
-    call.headers["X-AgentKV-Session"] = session.id
     if not added:
         return ItemList.of(listed(session.record, await call.sessions.repository.items(session.id)))
     return ItemList.of([each for item in added for each in items_of(item)])
 
 
-@routes.get("/v1/conversations/{conversation_id}/items/{item_id}", answer=dict[str, Any], errors=(404,))
+@routes.get(
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    answer=dict[str, Any],
+    tells=("X-AgentKV-Session",),
+    errors=(404,),
+)
 async def retrieve_conversation_item(call: Call) -> dict[str, Any]:
     """Say one item again."""
     session, name = await _session(call), call.path("item_id")
@@ -139,7 +167,12 @@ async def retrieve_conversation_item(call: Call) -> dict[str, Any]:
     raise ConversationUnknown(f"there is no item {name!r} in this conversation")
 
 
-@routes.delete("/v1/conversations/{conversation_id}/items/{item_id}", answer=Conversation, errors=(404, 409))
+@routes.delete(
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    answer=Conversation,
+    tells=("X-AgentKV-Session",),
+    errors=(404, 409),
+)
 async def delete_conversation_item(call: Call) -> Conversation:
     """Delete one item, as if it had never been said.
 
@@ -172,6 +205,7 @@ async def _session(call: Call) -> Session:
         raise ConversationUnknown(f"there is no conversation {name!r}") from None
     if call.route.method != "GET":
         await keep(call.sessions, session)
+    call.headers["X-AgentKV-Session"] = session.id
     return session
 
 

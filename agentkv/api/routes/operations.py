@@ -9,6 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 import agentkv
+from agentkv.api.auth import GUARD
 from agentkv.api.calls import Call, Routes
 from agentkv.api.openapi import DOCUMENT
 from agentkv.api.page import reference_page
@@ -77,13 +78,17 @@ async def version(call: Call) -> Version:
 @routes.get("/openapi.json", answer=dict[str, object], scope="open")
 async def openapi_document(call: Call) -> web.Response:
     """Describe all calls, as OpenAPI 3.1."""
-    return web.json_response(call.request.app[DOCUMENT])
+    return web.json_response(await _document(call))
 
 
 @routes.get("/docs", media="text/html", scope="open")
 async def docs_page(call: Call) -> web.Response:
     """Show this reference as a page."""
-    return web.Response(text=reference_page(call.request.app[DOCUMENT]), content_type="text/html")
+    return web.Response(text=reference_page(await _document(call)), content_type="text/html")
+
+
+async def _document(call: Call) -> dict[str, object]:
+    return call.request.app[DOCUMENT][await call.request.app[GUARD].locked()]
 
 
 def health_of(call: Call) -> dict[str, Part]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentkv.api.bodies import NoBody
 from agentkv.api.calls import Call, Routes
 from agentkv.api.openai.belonging import session_for, told
 from agentkv.api.openai.names import ConversationUnknown, conversation_of, session_of
@@ -68,12 +69,6 @@ class ItemsQuery(BaseModel):
     order: Literal["asc", "desc"] = "desc"
 
 
-class NoQuery(BaseModel):
-    """Nothing can be asked for."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
 class ItemList(BaseModel):
     """A page of items."""
 
@@ -101,7 +96,15 @@ class ItemList(BaseModel):
         return cls(data=list(items), first_id=ids[0], last_id=ids[-1], has_more=has_more)
 
 
-@routes.post("/v1/responses", body=ResponseBody, answer=ResponseObject, events=ResponseEvent, errors=(404, 409, 503))
+@routes.post(
+    "/v1/responses",
+    body=ResponseBody,
+    answer=ResponseObject,
+    events=ResponseEvent,
+    reads=("X-Session-ID",),
+    tells=("X-AgentKV-Session", "X-AgentKV-Cache", "X-AgentKV-Diverged"),
+    errors=(404, 409),
+)
 async def create_response(call: Call) -> web.StreamResponse:
     """Answer.
 
@@ -131,7 +134,7 @@ async def create_response(call: Call) -> web.StreamResponse:
     return web.Response(text=text, content_type="application/json", headers=call.headers)
 
 
-@routes.get("/v1/responses/{response_id}", query=NoQuery, answer=ResponseObject, errors=(404,))
+@routes.get("/v1/responses/{response_id}", answer=ResponseObject, errors=(404,))
 async def retrieve_response(call: Call) -> web.Response:
     """Say a response again; one in progress, as it is."""
     name = call.path("response_id")
@@ -160,7 +163,9 @@ async def list_response_input_items(call: Call) -> ItemList:
     return ItemList.page(listed(context.session.record, context.items[:-1], response.instructions), call.query)
 
 
-@routes.post("/v1/responses/{response_id}/cancel", answer=ResponseObject, errors=(404,))
+@routes.post(
+    "/v1/responses/{response_id}/cancel", body=NoBody, body_optional=True, answer=ResponseObject, errors=(404,)
+)
 async def cancel_response(call: Call) -> web.Response:
     """Stop a response in progress. It is rolled back: nothing of it was said."""
     name = call.path("response_id")

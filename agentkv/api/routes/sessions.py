@@ -14,7 +14,7 @@ from agentkv.api.calls import STOPPING, Call, Routes, adapter
 from agentkv.api.headers import cache_header
 from agentkv.api.scratch import scratch
 from agentkv.api.streams import ServerEvent, stream_answer, until
-from agentkv.errors import ImportRefused, InvalidRequest
+from agentkv.errors import ImportRefused, InvalidRequest, SessionNotFound
 from agentkv.schemas.replies import Begun, Done, Event, Item, Reply, SessionInfo, TextDelta, ToolCallEvent
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.db.records import SessionRecord
@@ -45,7 +45,10 @@ async def create_session(call: Call) -> bodies.Created:
 async def list_sessions(call: Call) -> bodies.SessionPage:
     """List sessions, newest first."""
     query = call.query
-    found = await call.sessions.list(agent_id=query.agent_id, limit=query.limit + 1, before=query.before)
+    try:
+        found = await call.sessions.list(agent_id=query.agent_id, limit=query.limit + 1, before=query.before)
+    except SessionNotFound:
+        raise InvalidRequest(f"before: there is no session {query.before!r}", param="before") from None
     page = found[: query.limit]
     return bodies.SessionPage(
         data=[_summary(record) for record in page],
@@ -98,7 +101,8 @@ async def list_session_items(call: Call) -> bodies.ItemPage:
     body=bodies.SendBody,
     answer=Reply | list[Item],
     events=Event,
-    errors=(404, 409, 503),
+    tells=("X-AgentKV-Session", "X-AgentKV-Cache"),
+    errors=(404, 409),
 )
 async def send_messages(call: Call) -> Any:
     """Take a turn: add messages and generate the reply.
@@ -134,7 +138,7 @@ async def send_messages(call: Call) -> Any:
     body=bodies.Sampling,
     body_optional=True,
     answer=Reply,
-    errors=(404, 409, 503),
+    errors=(404, 409),
 )
 async def regenerate_answer(call: Call) -> Reply:
     """Make the last answer again, in its place."""
@@ -153,7 +157,9 @@ async def suspend_session(call: Call) -> SuspendReport:
     return await (await _session(call)).suspend(call.body.tier)
 
 
-@routes.post("/v1/sessions/{session_id}/resume", answer=RestoreReport, errors=(404, 503))
+@routes.post(
+    "/v1/sessions/{session_id}/resume", body=bodies.NoBody, body_optional=True, answer=RestoreReport, errors=(404,)
+)
 async def resume_session(call: Call) -> RestoreReport:
     """Bring the KV back to the device now, so that the next turn need not."""
     return await (await _session(call)).resume()
@@ -223,14 +229,19 @@ async def watch_session(call: Call) -> web.StreamResponse:
     body=bodies.VerifyBody,
     body_optional=True,
     answer=Verification,
-    errors=(404, 503),
+    errors=(404,),
 )
 async def verify_session(call: Call) -> Verification:
     """Check every stored byte of a session, and compute some of it again to compare."""
     return await (await _session(call)).verify(tokens=call.body.tokens)
 
 
-@routes.get("/v1/sessions/{session_id}/export", media="application/octet-stream", errors=(404, 503))
+@routes.get(
+    "/v1/sessions/{session_id}/export",
+    media="application/octet-stream",
+    tells=("Content-Disposition",),
+    errors=(404,),
+)
 async def export_session(call: Call) -> web.StreamResponse:
     """Download a session with its KV as one checked file, which `/v1/sessions/import` takes elsewhere."""
     session = await _session(call)
@@ -255,7 +266,7 @@ async def export_session(call: Call) -> web.StreamResponse:
     body_media="application/octet-stream",
     answer=ImportReport,
     status=201,
-    errors=(413, 503),
+    errors=(413,),
 )
 async def import_session(call: Call) -> ImportReport:
     """Take in a session that was exported elsewhere, as a new one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import Iterable, Sequence
@@ -51,7 +52,7 @@ class Repository:
     @classmethod
     async def open(cls, url: str, *, patience: Patience | None = None) -> Repository:
         """Connect, creating and migrating as needed. Raises ``InvalidRequest`` for a database it cannot work with."""
-        transactions = Transactions(async_url(url), patience or Patience())
+        transactions = await asyncio.to_thread(Transactions, async_url(url), patience or Patience())
         try:
             await upgrade(transactions)
         except BaseException:
