@@ -36,8 +36,8 @@ ANSWER = {
         always=False,
     ),
     "X-AgentKV-Diverged": Header(
-        "Where the history that was sent leaves what was said: `system:120` (at that character), `tools`, `tools:order`, "
-        "`template_args`, `policy`, `idle_codec`, `model`, or `messages:3`.",
+        "Where the history that was sent leaves what was said: `system:120` (at that character), `tools`, "
+        "`tools:order`, `template_args`, `policy`, `idle_codec`, `model`, or `messages:3`.",
         {"type": "string", "pattern": "^[a-z_]+(:[a-z0-9]+)?$"},
         always=False,
     ),
