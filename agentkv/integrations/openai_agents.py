@@ -164,7 +164,7 @@ class AgentKVSession:
             return found  # somebody else has begun it meanwhile
 
     async def _items(self, conversation: str, limit: int | None = None, *, behind: str | None = None) -> Items:
-        """The latest ``limit`` items, oldest first, or those behind an item. ``LookupError`` where that is not there."""
+        """The latest ``limit`` items, oldest first, or those behind an item. ``LookupError`` where there is none."""
         found: Items = []
         more = True
         while more and (limit is None or len(found) < limit):

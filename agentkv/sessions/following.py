@@ -1,8 +1,9 @@
 """A request that names its session: by the id that it was given, or by a name that the client chose.
 
 What its messages are is told by their form alone. With a system prompt or the model's own messages among them they are
-the whole conversation so far; otherwise, once there has been a turn, they are new and come behind it. Before anything was
-answered there, messages that begin with all that was appended are the whole conversation, too: nothing is said twice.
+the whole conversation so far; otherwise, once there has been a turn, they are new and come behind it. As long as
+nothing was answered there, messages that begin with all that was appended are the whole conversation, too, and where
+the session has no system prompt and no tools, it takes theirs.
 """
 
 from __future__ import annotations
