@@ -216,12 +216,12 @@ async def test_a_changed_past_and_a_deleted_session_are_answered_all_the_same(
 
 @pytest.mark.full
 async def test_sessions_of_a_thread_are_kept_from_their_first_answer_on(tmp_path: Path, model: Path) -> None:
-    with quiet(tmp_path / "home", model, server_anonymous_seconds=4.0) as served, client_of(served) as client:
+    with quiet(tmp_path / "home", model, server_anonymous_seconds=8.0) as served, client_of(served) as client:
         async with talking(served, tmp_path / "checkpoints.db") as thread:
             first = await thread.say("One?")
             passing = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Passing"}])
             assert passing.choices
-            until(lambda: sessions(client) == [session_of(first)], 30)
+            until(lambda: sessions(client) == [session_of(first)], 60)
             second = await thread.say("Two?")
             assert cached(second) == total(first) - 1
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from asking import MODEL, client_of, quiet, sessions, state, until
@@ -11,6 +14,7 @@ from homes import chat_folder
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, messages_from_dict, messages_to_dict
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 from pydantic_ai import Agent, AgentRunResult
 from pydantic_ai.messages import ModelMessagesTypeAdapter
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIChatModelSettings
@@ -92,3 +96,30 @@ async def test_pydantic_ai_sends_all_of_it_and_names_the_session(tmp_path: Path,
             third = await agent(client).run("Three?", message_history=history)
         assert tokens(third)[0] == tokens(second)[1] - 1
         assert same_session(served, name)
+
+
+class Said(BaseModel):
+    """openai-agents takes no answer that was cut, and a random model ends none by itself."""
+
+    word: Literal["yes", "no"]
+
+
+@pytest.mark.full
+async def test_the_page_runs_as_it_is_printed(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    blocks = re.findall(r"^```python\n(.+?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"Said": Said}
+    with quiet(tmp_path / "home", model) as served:
+        for code in blocks:
+            code = code.replace("http://127.0.0.1:8000", served.url).replace("smollm2-135m", MODEL)
+            code = code.replace('Agent(name="Bolt"', 'Agent(output_type=Said, name="Bolt"')
+            run = eval(compile(code, "docs/integrations.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+            if inspect.iscoroutine(run):
+                await run
+        assert names["result"].usage.cache_read_tokens > 0
+        await names["client"].close()
+        with client_of(served) as client:
+            named: Any = client.get("/sessions/my-thread/items", cast_to=object)
+            assert named["data"]
