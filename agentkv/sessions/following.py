@@ -84,6 +84,8 @@ async def followed(
     if not whole.same_head(record) and (unanswered or not items) and await _begun_with(sessions, session, whole):
         record = session.record
         items = behind_head(record, await sessions.repository.items(session.id))
+    if items and not history.whole:
+        _check_head(whole, session)
     common = _common(items, whole.messages) if whole.same_head(record) else -1
     end = items[-1].span.stop if items else record.pinned
     elsewhere = partial(recognised, sessions, whole, cache_key=cache_key, apart=True)
