@@ -47,6 +47,9 @@ class SessionCreate(_Body):
     tools: list[SessionTool] | None = Field(None, description="Function definitions in OpenAI's form.")
     template_args: dict[str, Any] | None = None
     metadata: Metadata | None = None
+    name: str | None = Field(
+        None, description="What you call it: goes wherever its id does, and as `session_id`. One session each."
+    )
 
 
 class SessionPatch(_Body):

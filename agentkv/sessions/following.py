@@ -1,11 +1,14 @@
 """A request that names its session: by the id that it was given, or by a name that the client chose.
 
 What its messages are is told by their form alone. With a system prompt or the model's own messages among them they are
-the whole conversation so far; otherwise, once there has been a turn, they are new and come behind it.
+the whole conversation so far; otherwise, once there has been a turn, they are new and come behind it. As long as
+nothing was answered there, messages that begin with all that was appended are the whole conversation, too, and where
+the session has no system prompt and no tools, it takes theirs.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,15 +16,16 @@ from typing import TYPE_CHECKING
 from agentkv.errors import InvalidRequest, SessionBusy
 from agentkv.schemas.messages import Message, identities
 from agentkv.sessions.db.records import Caller, ItemRecord, LedgerConflict
-from agentkv.sessions.heads import behind_head
+from agentkv.sessions.heads import Head, behind_head
 from agentkv.sessions.histories import History, same_calls
 from agentkv.sessions.recognising import Recognised, begun, branched, longest, recognised
+from agentkv.sessions.rewriting import rewritten
 from agentkv.sessions.session import Session
 
 if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions
 
-__all__ = ["followed", "keep", "named"]
+__all__ = ["by_name", "check_name", "followed", "keep", "named"]
 
 _LONGEST_NAME = 200
 
@@ -34,11 +38,7 @@ async def named(sessions: Sessions, name: str, history: History, *, cache_key: s
     """
     if name.startswith("sess_"):
         return await followed(sessions, await sessions.get(name), history, cache_key=cache_key)
-    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-        raise InvalidRequest(
-            f"session_id: a name has 1 to {_LONGEST_NAME} printable characters, got {name[:_LONGEST_NAME]!r}",
-            param="session_id",
-        )
+    check_name(name, "session_id")
     record = await sessions.repository.named_session(sessions.tenant, name)
     if record is None:
         try:
@@ -50,6 +50,25 @@ async def named(sessions: Sessions, name: str, history: History, *, cache_key: s
     return await followed(sessions, await sessions.get(record.id), history, cache_key=cache_key)
 
 
+def check_name(name: str, param: str) -> None:
+    """``InvalidRequest`` for what a client cannot call a session."""
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable() or name.startswith("sess_"):
+        raise InvalidRequest(
+            f"{param}: a name has 1 to {_LONGEST_NAME} printable characters and does not begin with 'sess_', "
+            f"got {name[:_LONGEST_NAME]!r}",
+            param=param,
+        )
+
+
+async def by_name(sessions: Sessions, name: str) -> Session:
+    """The session of that id, or that the tenant's clients call so. ``SessionNotFound`` where there is none."""
+    if not name.startswith("sess_"):
+        record = await sessions.repository.named_session(sessions.tenant, name)
+        if record is not None:
+            name = record.id
+    return await sessions.get(name)
+
+
 async def followed(
     sessions: Sessions, session: Session, history: History, *, cache_key: str | None = None
 ) -> Recognised:
@@ -58,9 +77,15 @@ async def followed(
     record = session.record
     whole = history.filled(record)
     items = behind_head(record, await sessions.repository.items(session.id))
-    if items and not history.whole:
+    unanswered = bool(items) and _unanswered(items, whole)
+    if items and not history.whole and not unanswered:
         _check_head(whole, session)
         return Recognised(sessions, session, history.messages)
+    if not whole.same_head(record) and (unanswered or not items) and await _begun_with(sessions, session, whole):
+        record = session.record
+        items = behind_head(record, await sessions.repository.items(session.id))
+    if items and not history.whole:
+        _check_head(whole, session)
     common = _common(items, whole.messages) if whole.same_head(record) else -1
     end = items[-1].span.stop if items else record.pinned
     elsewhere = partial(recognised, sessions, whole, cache_key=cache_key, apart=True)
@@ -84,6 +109,22 @@ async def keep(sessions: Sessions, session: Session) -> None:
     if session.record.anonymous:
         await sessions.repository.update_session(session.id, sessions.tenant, anonymous=False)
         session._core.record = replace(session._core.record, anonymous=False)
+
+
+def _unanswered(items: list[ItemRecord], whole: History) -> bool:
+    """Whether nothing was generated in a session, and a history begins with all that was appended to it."""
+    return not any(item.generated for item in items) and _common(items, whole.messages) == len(items)
+
+
+async def _begun_with(sessions: Sessions, session: Session, whole: History) -> bool:
+    """Whether a session in which nothing was answered, and that has no head, has that of a history now."""
+    record = session.record
+    if record.system is not None or record.tools or dict(whole.template_args) != record.template_args:
+        return False
+    with suppress(SessionBusy):
+        await rewritten(sessions, session, Head(whole.system, whole.tools, whole.system))
+        return True
+    return False
 
 
 def _check_head(whole: History, session: Session) -> None:

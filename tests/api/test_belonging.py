@@ -171,6 +171,58 @@ def test_a_name_of_the_clients_own_begins_a_session_and_finds_it_again(
     assert other.session not in (first.session,)
 
 
+def test_a_name_can_be_given_before_the_first_request_and_goes_wherever_the_id_does(
+    running: Running, ask: Callable[..., Asked]
+) -> None:
+    client = running.client
+    made: Any = client.post(
+        "/sessions", body={"name": "mine/ä", "system": "You are a helpful assistant."}, cast_to=object
+    )
+    first = ask([user("By its name?")], extra_body={"session_id": "mine/ä"})
+    assert first.session == made["id"]
+    path = "/sessions/mine%2F%C3%A4"
+    found: Any = client.get(path, cast_to=object)
+    assert (found["id"], found["ledger_tokens"]) == (made["id"], first.total)
+    for taken, complaint in (("mine/ä", "already"), ("sess_mine", "does not begin"), ("", "1 to 200")):
+        with pytest.raises(BadRequestError, match=complaint) as refused:
+            client.post("/sessions", body={"name": taken}, cast_to=object)
+        assert refused.value.param == "name"
+    deleted: Any = client.delete(path, cast_to=object)
+    assert deleted["id"] == made["id"]
+    with pytest.raises(NotFoundError) as caught:
+        client.get(path, cast_to=object)
+    assert caught.value.code == "session_not_found"
+
+
+@pytest.mark.parametrize("system", [[SYSTEM], []], ids=["system", "none"])
+def test_a_session_in_which_nothing_was_answered_takes_the_head_of_its_first_conversation(
+    running: Running, ask: Callable[..., Asked], system: list[Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    made: Any = running.client.post("/conversations", body={"items": [user("Noted?")]}, cast_to=object)
+    name = made["id"].replace("conv_", "sess_")
+    first = ask([*system, user("Noted?")], extra_body={"session_id": name}, tools=[tool])
+    assert first.session == name
+    items: Any = running.client.get(f"/sessions/{name}/items", cast_to=object)
+    said = [item["content"]["content"] for item in items["data"] if item["role"] in ("user", "assistant")]
+    assert said[0] == "Noted?" and len(said) == 2, "the question is there once"
+    listed: Any = running.client.get(f"/conversations/{made['id']}/items?order=asc", cast_to=object)
+    assert [item["role"] for item in listed["data"]] == ["user", "assistant"]
+    # It is frozen now: who says something else is answered elsewhere, and what is new comes behind.
+    history: list[Any] = [*system, user("Noted?"), first.message, user("And now?")]
+    second = ask(history, extra_body={"session_id": name}, tools=[tool])
+    assert (second.session, second.cached) == (name, first.total - 1)
+    other = ask([{"role": "system", "content": "You are."}, *history[len(system) :]], extra_body={"session_id": name})
+    assert other.session != name
+
+
+def test_a_session_that_was_begun_with_a_system_prompt_keeps_it(running: Running, ask: Callable[..., Asked]) -> None:
+    made: Any = running.client.post("/sessions", body={"system": "You are Bolt."}, cast_to=object)
+    other = ask([SYSTEM, user("Who are you?")], extra_body={"session_id": made["id"]})
+    assert other.session != made["id"]
+    assert state(running.client, made["id"])["turns"] <= 1
+
+
 def test_a_cache_key_keeps_equal_conversations_apart(ask: Callable[..., Asked]) -> None:
     history: list[Any] = [SYSTEM, user("Keyed?")]
     ones = [ask(history, extra_body={"prompt_cache_key": key}) for key in ("a", "b")]

@@ -17,9 +17,9 @@ from agentkv.api.streams import ServerEvent, stream_answer, until
 from agentkv.errors import ImportRefused, InvalidRequest, SessionNotFound
 from agentkv.schemas.replies import Begun, Done, Event, Item, Reply, SessionInfo, TextDelta, ToolCallEvent
 from agentkv.sessions.branching import RewindReport
-from agentkv.sessions.db.records import SessionRecord
+from agentkv.sessions.db.records import Caller, SessionRecord
 from agentkv.sessions.events import LifecycleEvent
-from agentkv.sessions.following import keep
+from agentkv.sessions.following import by_name, check_name, keep
 from agentkv.sessions.hints import HintOutcome
 from agentkv.sessions.session import Session
 from agentkv.sessions.verifying import Verification
@@ -38,6 +38,12 @@ async def create_session(call: Call) -> bodies.Created:
 
     System prompt, tools and template arguments are frozen with it; its KV is kept for as long as it exists."""
     given = {name: getattr(call.body, name) for name in call.body.model_fields_set}
+    name = given.pop("name", None)
+    if name is not None:
+        check_name(name, "name")
+        if await call.sessions.repository.named_session(call.sessions.tenant, name) is not None:
+            raise InvalidRequest(f"name: there is a session {name!r} already", param="name")
+        given["caller"] = Caller(name=name)
     return _created(await call.sessions.create(**given))
 
 
@@ -86,8 +92,8 @@ async def update_session(call: Call) -> SessionInfo:
 @routes.delete("/v1/sessions/{session_id}", answer=bodies.Deleted, errors=(404,))
 async def delete_session(call: Call) -> bodies.Deleted:
     """Delete a session and the files that no other needs."""
-    name = call.path("session_id")
-    return bodies.Deleted(id=name, freed_bytes=await call.sessions.delete(name))
+    session = await by_name(call.sessions, call.path("session_id"))
+    return bodies.Deleted(id=session.id, freed_bytes=await call.sessions.delete(session.id))
 
 
 @routes.get("/v1/sessions/{session_id}/items", answer=bodies.ItemPage, errors=(404,))
@@ -305,7 +311,7 @@ def _encoded(event: Event) -> Iterator[ServerEvent]:
 
 
 async def _session(call: Call) -> Session:
-    session = await call.sessions.get(call.path("session_id"))
+    session = await by_name(call.sessions, call.path("session_id"))
     if call.route.method != "GET":
         await keep(call.sessions, session)
     return session
