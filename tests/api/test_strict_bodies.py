@@ -75,7 +75,11 @@ def test_the_document_says_what_headers_there_are_and_whether_a_key_is_needed(se
     paths = requests.get(f"{served.url}/openapi.json", timeout=30).json()["paths"]
     chat = paths["/v1/chat/completions"]["post"]
     assert [each["name"] for each in chat["parameters"] if each["in"] == "header"] == ["X-Session-ID"]
-    assert chat["responses"]["200"]["headers"].keys() == {"X-AgentKV-Session", "X-AgentKV-Cache"}
+    assert chat["responses"]["200"]["headers"].keys() == {
+        "X-AgentKV-Session",
+        "X-AgentKV-Cache",
+        "X-AgentKV-Diverged",
+    }
     for status in ("409", "429", "503"):
         assert "Retry-After" in chat["responses"][status]["headers"]
     assert chat["security"] == [], "there are no keys"
