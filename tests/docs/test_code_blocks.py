@@ -18,8 +18,7 @@ SHORT = ("README.md", "docs/start.md")
 """Pages that `make test` runs; `make test-full` runs all."""
 REASONS = {
     "installs software": 3,
-    "takes minutes": 3,
-    "needs a service of your own": 4,
+    "needs a server of your own": 1,
 }
 """Why a block may not be run, and how many such blocks there may be."""
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in pages()}

@@ -28,7 +28,6 @@ _WARM = (
     "agentkv.cli.main",
     "agentkv.cli.chat",
     "agentkv.cli.serve",
-    "documented.interpreter",
     "transformers",
     "transformers.models.llama.modeling_llama",
     "openai",
@@ -80,6 +79,9 @@ def _run(argv: list[str]) -> int:
         if name == "python" and arguments[0] == "-m":
             sys.argv = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif name == "python" and arguments[0] == "-c":
+            sys.argv = arguments
+            exec(arguments[1], {"__name__": "__main__"})
         elif name == "python":
             sys.argv = arguments
             sys.path.insert(0, os.getcwd())
