@@ -1,4 +1,4 @@
-"""What is made when the site is built: the REST reference from the server's table of routes, settings from their types."""
+"""What is made when the site is built: the REST reference from the table of routes, settings from their types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def settings() -> str:
     from agentkv.settings import Settings
 
     parts = []
-    for title, kind in (("### Of the runtime: `AGENTKV_…`", Settings), ("### Of the server: `AGENTKV_SERVER_…`", ServerSettings)):
+    for title, kind in (
+        ("### Of the runtime: `AGENTKV_…`", Settings),
+        ("### Of the server: `AGENTKV_SERVER_…`", ServerSettings),
+    ):
         rows = [
             (f"`{name}`", f"`{field.default}`" if not field.default_factory else "", _text(field.description or ""))
             for name, field in kind.model_fields.items()

@@ -68,7 +68,7 @@ def test_the_first_ten_minutes_with_the_model_itself(forge: Forge, smollm2_path:
         ("python", "reply = await session.send('Hello!', max_tokens=4)\nassert reply.usage.cached_tokens == -1\n"),
         ("console", "$ agentkv sessions list --no-such-option\n"),
         ("console", "$ agentkv chat --session sess_00000000000000000000000000000000\n"),
-        ("console", "$ agentkv serve\n$ curl -s localhost:8000/v1/sessions -d '{\"sytem\": \"You are Bolt.\"}'\n"),
+        ("console", '$ agentkv serve\n$ curl -s localhost:8000/v1/sessions -d \'{"sytem": "You are Bolt."}\'\n'),
         ("toml", 'idle_seconds = "soon"\n'),
     ],
 )

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main"]
@@ -84,7 +85,7 @@ def _run(argv: list[str]) -> int:
             exec(arguments[1], {"__name__": "__main__"})
         elif name == "python":
             sys.argv = arguments
-            sys.path.insert(0, os.getcwd())
+            sys.path.insert(0, str(Path.cwd()))
             runpy.run_path(arguments[0], run_name="__main__")
         else:
             from agentkv.cli.main import app

@@ -11,10 +11,10 @@ import asyncio
 import inspect
 import io
 import json
-import os
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main"]
@@ -65,7 +65,7 @@ async def _awaited(block: Any) -> None:
 
 def main() -> None:
     """Answers each line with ``ok`` and what was printed."""
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, str(Path.cwd()))
     with asyncio.Runner() as runner:
         page = _Page(runner)
         for asked in sys.stdin:

@@ -245,5 +245,3 @@ class Page:
         for kind, form in (("session", r"sess_[0-9a-f]{32}"), ("key", r"key_[0-9a-zA-Z]+")):
             with suppress(IndexError):
                 self._spoken[kind] = re.findall(form, printed)[-1]
-
-
