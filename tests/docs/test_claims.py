@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,14 +13,18 @@ import pytest
 from documented.blocks import ROOT, blocks_of, commands_of, pages
 from typer.main import get_command
 
+from agentkv import AgentKV, Session
 from agentkv.api.settings import ServerSettings
 from agentkv.cli.main import app
+from agentkv.client import AsyncAgentKV, RemoteSession, RemoteSessions
 from agentkv.codecs import CODECS
 from agentkv.engine.toolcalls.contract import TOOL_FORMATS
 from agentkv.kv import LAYOUTS
 from agentkv.policies.residency import RESIDENCY
 from agentkv.policies.retention import RETENTION
+from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.db.schema import REVISIONS
+from agentkv.sessions.manager import Sessions
 from agentkv.settings import Settings
 from agentkv.storage.chunkheader import FORMAT
 
@@ -85,6 +90,29 @@ def test_entry_points_are_those_of_the_registries() -> None:
     text = text_of("docs/extending.md")
     assert kinds <= set(re.findall(r"\| `(agentkv\.[a-z_]+)` \|", text))
     assert set(re.findall(r'entry-points\."([^"]+)"', text)) <= kinds
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_method_that_is_spoken_of_is_there(name: str) -> None:
+    text = text_of(name)
+    for form, kinds in (
+        (r"\bsession\.([a-z_]+)\(", (Session, RemoteSession)),
+        (r"\bkv\.sessions\.([a-z_]+)", (Sessions, RemoteSessions)),
+        (r"\bkv\.([a-z_]+)\(", (AgentKV, AsyncAgentKV)),
+    ):
+        for method in set(re.findall(form, text)):
+            assert any(hasattr(kind, method) for kind in kinds), (name, method)
+
+
+def test_every_option_of_a_call_in_readme_is_one() -> None:
+    for call, method, more in (
+        (r"kv\.sessions\.create\(([^)]*)\)", Sessions.create, set()),
+        (r"session\.send\(([^)]*)\)", Session.send, {*SamplingParams.model_fields, "schema"}),
+        (r"AgentKV\.open\(([^)]*)\)", AgentKV.open, set(Settings.model_fields)),
+    ):
+        known = more | set(inspect.signature(method).parameters)
+        given = {name for text in re.findall(call, text_of("README.md")) for name in re.findall(r"\b(\w+)=", text)}
+        assert given and given <= known, (method, given - known)
 
 
 def test_the_changelog_names_the_formats_on_disk() -> None:

@@ -70,7 +70,7 @@ def blocks_of(path: Path, text: str | None = None) -> list[Block]:
 
 
 def commands_of(block: Block) -> list[str]:
-    """What a reader types: of a ``console`` block what is behind ``$``, with the lines that a quote or ``\\`` continues."""
+    """What a reader types: of a ``console`` block what is behind ``$``, and lines that a quote or ``\\`` continues."""
     if block.language != "console":
         return [block.code]
     found: list[str] = []
