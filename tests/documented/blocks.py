@@ -13,11 +13,13 @@ ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(?P<info>.*)$")
 _TITLE = re.compile(r'title="([^"]+)"')
 _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
+_BEFORE = re.compile(r"<!-- before: (.+?) -->")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``line`` of its first line of code, counted from 1. ``title``: the file that it is. ``not_run``: why not."""
+    """``line`` of its first line of code, counted from 1. ``title``: the file that it is. ``not_run``: why not.
+    ``before``: a command that makes what the reader of the page has already."""
 
     page: str
     line: int
@@ -26,6 +28,7 @@ class Block:
     code: str
     title: str | None
     not_run: str | None
+    before: str | None = None
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -53,7 +56,8 @@ def blocks_of(path: Path, text: str | None = None) -> list[Block]:
         indent = len(fence["indent"])
         code = "\n".join(line[indent:] for line in lines[start:at]) + "\n"
         info = fence["info"].strip()
-        title, why = _TITLE.search(info), _NOT_RUN.fullmatch(lines[start - 2].strip()) if start >= 2 else None
+        above = lines[start - 2].strip() if start >= 2 else ""
+        title, why, before = _TITLE.search(info), _NOT_RUN.fullmatch(above), _BEFORE.fullmatch(above)
         found.append(
             Block(
                 page,
@@ -63,6 +67,7 @@ def blocks_of(path: Path, text: str | None = None) -> list[Block]:
                 code,
                 title[1] if title else None,
                 why[1] if why else None,
+                before[1] if before else None,
             )
         )
         at += 1

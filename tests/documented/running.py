@@ -161,7 +161,7 @@ class Page:
     def _run_shell(self, block: Block) -> None:
         if self._python is not None and "agentkv" in block.code:
             self._ask({"do": "close"})
-        for command in commands_of(block):
+        for command in ([block.before] if block.before else []) + commands_of(block):
             command = self._here(command)
             if re.match(r"agentkv serve\b", command):
                 self._serve(block, command)
