@@ -6,6 +6,8 @@ descriptors; the child's pid goes back, and its exit status when it ends.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -14,7 +16,7 @@ import socket
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["main"]
 
@@ -35,10 +37,11 @@ _WARM = (
 )
 
 
-def main(path: str) -> int:
-    """Until its parent ends it. In a fork: the exit status of the command."""
+def main(path: str) -> NoReturn:
+    """Until its parent ends it."""
     for name in _WARM:
         import_module(name)
+    gc.freeze()  # what is imported is never collected: its memory stays shared with the forks
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
@@ -52,13 +55,13 @@ def main(path: str) -> int:
             listener.close()
             while part := asked.recv(1 << 16):
                 first += part
-            return _command(asked, json.loads(first), descriptors)
+            _command(asked, json.loads(first), descriptors)
         asked.close()
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _command(asked: socket.socket, what: dict[str, Any], descriptors: list[int]) -> int:
+def _command(asked: socket.socket, what: dict[str, Any], descriptors: list[int]) -> NoReturn:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -68,10 +71,12 @@ def _command(asked: socket.socket, what: dict[str, Any], descriptors: list[int])
     sys.path[:0] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     asked.sendall(b"%d\n" % os.getpid())
     status = _run(what["argv"])
+    # Taking down all that was imported would take longer than the command.
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     asked.sendall(b"%d\n" % status)
-    return status
+    os._exit(status)
 
 
 def _run(argv: list[str]) -> int:
@@ -103,4 +108,4 @@ def _run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    main(sys.argv[1])
