@@ -17,7 +17,7 @@ from agentkv.models.local import write_marker
 SHORT = ("README.md", "docs/start.md")
 """Pages that `make test` runs; `make test-full` runs all."""
 REASONS = {
-    "installs software": 3,
+    "installs software": 4,
     "needs a server of your own": 1,
 }
 """Why a block may not be run, and how many such blocks there may be."""
