@@ -1,4 +1,4 @@
-# make demo | test | test-full | soak | check | format | clean          everything happens inside $(VENV)
+# make demo | test | test-full | soak | check | docs | format | clean          everything happens inside $(VENV)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TESTS ?= tests
 MINUTES ?= 30
 
-.PHONY: demo test test-full soak check format clean install install-dev
+.PHONY: demo test test-full soak check docs format clean install install-dev
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -45,6 +45,10 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, from docs/ and the code, in build/site. Needs no network.
+docs: install-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: install-dev
 	$(BIN)/ruff check --fix .

@@ -77,12 +77,10 @@ class Guard:
         self._noted: dict[str, float] = {}
 
     async def locked(self) -> bool:
-        """Whether there are keys, so that each request needs one."""
+        """Whether a key was ever made here, so that each request needs one. Revoking the last one opens nothing."""
         now = self._clock()
         if now - self._asked[0] >= _FRESH:
-            found = any(key.revoked_at is None for key in await self._repository.keys())
-            # A revoked last key opens nothing: the server was started behind keys.
-            self._asked = now, found or self._asked[1]
+            self._asked = now, self._asked[1] or bool(await self._repository.keys())
         return self._asked[1]
 
     async def tenant(self, authorization: str | None) -> Tenant:

@@ -60,7 +60,7 @@ class Constraint:
     def grammar(cls, lark: str) -> Self:
         """Text of the context-free grammar ``lark``, in llguidance's dialect of Lark, from its rule ``start``.
 
-        A rule for JSON inside it is what :meth:`rule` gives; special tokens are written as ``<|name|>``.
+        A rule for JSON inside it is what ``rule`` gives; special tokens are written as ``<|name|>``.
         """
         return cls("lark", _checked(lark, "a grammar"))
 

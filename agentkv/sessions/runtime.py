@@ -43,7 +43,7 @@ class AgentKV:
     """An open runtime. ``async with AgentKV.open(model=…, home=…) as kv``, or ``kv = await AgentKV.open(…)`` and
     ``await kv.close()``.
 
-    Every keyword is a field of :class:`~agentkv.settings.Settings`. Raises ``HomeLocked`` while another process has the
+    Every keyword is a field of ``agentkv.Settings``. Raises ``HomeLocked`` while another process has the
     home, ``ModelUnavailable`` where the model cannot be had, ``Unsupported`` for a model that cannot be right here.
     """
 

@@ -1,0 +1,1 @@
+"""The code blocks of README and docs: found, and run as a reader would run them."""
