@@ -53,6 +53,19 @@ async def asked(
         return response.status, await response.json()
 
 
+@pytest.mark.full
+async def test_a_server_whose_keys_are_all_revoked_stays_closed_when_it_is_started_again(
+    model: Path, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    await asyncio.to_thread(key, home, "one")
+    command = [sys.executable, "-m", "agentkv.cli.main", "keys", "revoke", "one", "--home", str(home)]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    with Served(home, model) as server:
+        async with client(server, None) as nobody:
+            assert (await asked(nobody, "GET", "/v1/sessions"))[0] == 401
+
+
 async def test_from_the_first_key_on_each_call_needs_one_and_tenants_share_nothing(model: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     with Served(home, model) as server:
