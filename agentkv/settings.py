@@ -142,8 +142,8 @@ class Settings(Layered):
 
     blobs_url: str | None = Field(
         None,
-        description="Where stored KV lies: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///folder`, `memory:`; "
-        "default: files in the home folder.",
+        description="Where stored KV lies: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///folder`, `memory:`, "
+        "or a scheme that a package registers under `agentkv.blobs`; default: files in the home folder.",
     )
     encryption_key: SecretStr | None = Field(
         None, description="Encrypts stored KV (AES-256-GCM): 32 bytes, as 64 hex digits or base64."
