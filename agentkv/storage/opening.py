@@ -30,10 +30,10 @@ def open_blobs(
 ) -> BlobStore:
     """Open and sweep a store. Blocks: call it from a worker.
 
-    ``url``: ``None`` is the folder ``root``, ``file:///…`` another folder, ``memory:`` this process's memory, a
-    scheme that is registered a store of that kind, anything else an object store. ``margin_bytes`` (free space that is never used) holds for folders only. ``key``: 32 bytes of
-    an encrypted store. Raises ``StorageError``, ``StorageFull``, ``WrongKey``, ``InvalidRequest`` (a URL of no kind)
-    and ``Unsupported`` (an extra is not installed).
+    ``url``: ``None`` is the folder ``root``, ``file:///…`` another folder, ``memory:`` this process's memory, a scheme
+    that is registered a store of that kind, anything else an object store. ``margin_bytes`` (free space that is never
+    used) holds for folders only. ``key``: 32 bytes of an encrypted store. Raises ``StorageError``, ``StorageFull``,
+    ``WrongKey``, ``InvalidRequest`` (a URL of no kind) and ``Unsupported`` (an extra is not installed).
     """
     inner = _open(url, root, budget_bytes, margin_bytes)
     if key is not None:
