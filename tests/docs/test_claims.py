@@ -27,6 +27,7 @@ from agentkv.sessions.db.schema import REVISIONS
 from agentkv.sessions.manager import Sessions
 from agentkv.settings import Settings
 from agentkv.storage.chunkheader import FORMAT
+from agentkv.storage.opening import BLOBS
 
 PAGES = [path.relative_to(ROOT).as_posix() for path in pages()]
 VARIABLES = {
@@ -86,7 +87,7 @@ def test_every_metric_that_is_spoken_of_is_exported() -> None:
 
 
 def test_entry_points_are_those_of_the_registries() -> None:
-    kinds = {f"agentkv.{each.kind}" for each in (RETENTION, RESIDENCY, CODECS, LAYOUTS, TOOL_FORMATS)}
+    kinds = {f"agentkv.{each.kind}" for each in (RETENTION, RESIDENCY, CODECS, LAYOUTS, TOOL_FORMATS, BLOBS)}
     text = text_of("docs/extending.md")
     assert kinds <= set(re.findall(r"\| `(agentkv\.[a-z_]+)` \|", text))
     assert set(re.findall(r'entry-points\."([^"]+)"', text)) <= kinds
