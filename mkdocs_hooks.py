@@ -17,7 +17,7 @@ def on_page_markdown(markdown: str, **_given: Any) -> str:
         from agentkv.api.openapi import document
         from agentkv.api.routes import ROUTES
 
-        markdown = markdown.replace(_CALLS, reference(document(ROUTES)))
+        markdown = markdown.replace(_CALLS, reference(document(ROUTES, keys=True)))
     return markdown.replace(_SETTINGS, settings()) if _SETTINGS in markdown else markdown
 
 

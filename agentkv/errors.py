@@ -49,6 +49,7 @@ __all__ = [
     "QuotaReached",
     "ResponseNotFound",
     "SessionBusy",
+    "SessionDeleted",
     "SessionNotFound",
     "StorageError",
     "StorageFull",
@@ -252,3 +253,11 @@ class EngineFailed(AgentKVError):
 
 class Closed(AgentKVError):
     """The runtime, or this session, is closed."""
+
+
+class SessionDeleted(Closed, NotFound):
+    """The session that this object stands for was deleted."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"session {session_id} was deleted")
+        self.session_id = session_id

@@ -109,6 +109,7 @@ _KINDS: tuple[tuple[type[BaseException], int, str, str], ...] = (
     (errors.Unsupported, 400, "invalid_request_error", "unsupported"),
     (errors.InvalidRequest, 400, "invalid_request_error", "invalid_request"),
     (errors.SessionNotFound, 404, "invalid_request_error", "session_not_found"),
+    (errors.SessionDeleted, 404, "invalid_request_error", "session_not_found"),
     (errors.NotFound, 404, "invalid_request_error", "not_found"),
     (errors.SessionBusy, 409, "conflict_error", "session_busy"),
     (errors.LimitExceeded, 429, "rate_limit_error", "rate_limit_exceeded"),

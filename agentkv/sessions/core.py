@@ -13,7 +13,7 @@ from typing import Any
 
 from agentkv.engine.templates import ChatTemplate, LastRole
 from agentkv.engine.toolcalls.choosing import ToolUse
-from agentkv.errors import Closed, SessionBusy, StorageError
+from agentkv.errors import SessionBusy, SessionDeleted, StorageError
 from agentkv.kv.contract import CapturedPart, SequenceKV
 from agentkv.policies.retention import ItemView, RetentionPolicy, parse_policy
 from agentkv.schemas.messages import Message, ToolCall
@@ -159,7 +159,7 @@ class SessionCore:
     def check_open(self) -> None:
         """``Closed`` once the session is deleted."""
         if self.deleted:
-            raise Closed(f"session {self.id} was deleted")
+            raise SessionDeleted(self.id)
 
     async def load(self, repository: Repository) -> array[int]:
         """The ledger, and what the next turn must know of the last one. Call with the gate held."""

@@ -32,17 +32,19 @@ async def diverged(sessions: Sessions, history: History, matched: int) -> str | 
     if not answers or answers[-1] < matched:
         return None
     theirs = _said(history.messages[: answers[-1] + 1])  # what is new may have been said elsewhere, too
+    first = history.system is not None  # of its messages in the list as it was sent
     found: list[tuple[int, int, str]] = []
     for record in await sessions.repository.latest_sessions(sessions.tenant, _LATEST):
         items = behind_head(record, await sessions.repository.items(record.id))
         ours = _said(Message.from_canonical(item.content) for item in takewhile(_is_message, items))
-        shared, parts = _alike(theirs, ours), _parts(sessions, history, record)
-        # A first question in common is no conversation in common.
-        if shared > max(matched, 1) and parts:
-            found.append((-shared, len(parts), parts[0]))
+        same = [one == other for one, other in zip(theirs, ours, strict=False)]
+        # A question in common is no conversation in common: an answer is.
+        if sum(same) > matched and any(same[index] for index in answers if index < len(same)):
+            parts = _parts(sessions, history, record) or [f"messages:{_alike(theirs, ours) + first}"]
+            found.append((-sum(same), len(parts), parts[0]))
     if found:
         return min(found)[2]
-    return f"messages:{matched + (history.system is not None)}" if matched else None
+    return f"messages:{matched + first}" if matched else None
 
 
 def _said(messages: Iterable[Message]) -> list[dict[str, Any]]:

@@ -52,10 +52,11 @@ async def named(sessions: Sessions, name: str, history: History, *, cache_key: s
 
 def check_name(name: str, param: str) -> None:
     """``InvalidRequest`` for what a client cannot call a session."""
-    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable() or name.startswith("sess_"):
+    usable = name.isprintable() and not name.startswith("sess_") and name not in (".", "..")
+    if not 0 < len(name) <= _LONGEST_NAME or not usable:
         raise InvalidRequest(
-            f"{param}: a name has 1 to {_LONGEST_NAME} printable characters and does not begin with 'sess_', "
-            f"got {name[:_LONGEST_NAME]!r}",
+            f"{param}: a name has 1 to {_LONGEST_NAME} printable characters, does not begin with 'sess_', and is no "
+            f"'.' or '..', got {name[:_LONGEST_NAME]!r}",
             param=param,
         )
 

@@ -104,6 +104,7 @@ def test_where_a_head_has_changed_is_said_and_where_none_has_nothing(ask: Callab
     assert ask(history, tools=tools["tools"][:1]).diverged == "tools"
     edited = [*history[:3], user("And of sides?"), *history[4:]]
     assert ask(edited, **tools).diverged == "messages:3"
+    assert ask([history[0], user("What of HEADS?"), *history[2:]], **tools).diverged == "messages:1"
     # A new conversation, an old message edited at the end, and what goes on: nothing is amiss.
     assert ask([system("12:02"), user("What do you know of heads?")], **tools).diverged is None
     assert ask([*history[:3], user("And of fins?")], **tools).diverged is None
@@ -242,7 +243,10 @@ def test_other_tools_another_system_prompt_and_other_template_arguments_are_othe
     history: list[Any] = [SYSTEM, user("Same?")]
     first = ask(history)
     history += [first.message, user("And?")]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "of_other_tools", "parameters": {"type": "object", "properties": {}}},
+    }
     for changed in (
         ask([{"role": "system", "content": "You are."}, *history[1:]]),
         ask(history, tools=[tool]),

@@ -368,3 +368,32 @@ async def test_an_answer_being_made_again_that_is_cancelled_at_any_await_is_the_
             pytest.fail("no await was left uncancelled: it never came to its end")
         assert outcomes == {0, 2}
         await check_home(kv)
+
+
+async def test_forks_while_turns_are_committed_are_whole(tmp_path: Path, models: Path) -> None:
+    async with opened(tmp_path / "home", model_folder(models)) as kv:
+        session = await kv.sessions.create()
+        talking = asyncio.create_task(said(session, turns(25, tokens=6), 4))
+        forks = []
+        while not talking.done():
+            forks.append(await session.fork())
+            await asyncio.sleep(0)
+        replies = await talking
+        ledger = await session.token_ids()
+        assert len(forks) > len(replies) / 2
+        for fork in forks:
+            ids = await fork.token_ids()
+            assert ids == ledger[: len(ids)]
+            await check_session(kv, fork)
+        assert len({fork.record.ledger_length for fork in forks}) > 1, "none of them met a turn"
+
+
+async def test_a_session_that_was_deleted_is_not_found(tmp_path: Path, models: Path) -> None:
+    async with opened(tmp_path / "home", model_folder(models)) as kv:
+        session = await kv.sessions.create()
+        await said(session, turns(1))
+        await kv.sessions.delete(session.id)
+        with pytest.raises(SessionDeleted) as caught:
+            await session.suspend()
+        status, body, headers = envelope(caught.value)
+        assert (status, body["error"]["code"]) == (404, "session_not_found") and "Retry-After" not in headers

@@ -506,7 +506,7 @@ async def test_a_file_that_a_sweep_took_between_put_and_manifest_is_written_agai
         async def put_then_swept(encoded: Any) -> None:
             await put(encoded)
             writer.put = put  # type: ignore[method-assign]
-            writer._delete(claimed)
+            await asyncio.to_thread(writer._delete, claimed)
             await repository.forget_chunks(claimed)
 
         writer.put = put_then_swept  # type: ignore[method-assign]
