@@ -18,19 +18,16 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from agentkv.errors import InvalidRequest, SessionBusy
+from agentkv.errors import InvalidRequest
 from agentkv.kv.contract import SequenceKV
 from agentkv.sessions.core import SessionCore
-from agentkv.sessions.db.records import Caller, Cut, ItemRecord, LedgerConflict
+from agentkv.sessions.db.records import Caller, Cut, ItemRecord
 from agentkv.types import Placement, SessionState
 
 if TYPE_CHECKING:
     from agentkv.sessions.tiers import Tiers
 
 __all__ = ["Branching", "Place", "RewindReport"]
-
-_PAUSES = (0.0, 0.01, 0.05, 0.2, 0.5)
-"""Seconds before a fork that a commit has overtaken is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +138,16 @@ class Branching:
         """A new session that begins with this one's items up to ``item``, or without its last so many turns.
 
         It is on the device where this one is and memory is free: in the same bytes until one of them writes. Who calls
-        registers it before anything else is awaited: its memory counts from then on. ``SessionBusy`` where one turn
-        after the other is committed meanwhile.
+        registers it before anything else is awaited: its memory counts from then on. ``LedgerConflict`` where
+        ``core`` is what was read of a session before its last commit.
         """
-        for pause in _PAUSES:
-            items, keep = await self._items_up_to(core, item)
-            place = await self.place(core, items, keep)
-            try:
-                fork = await self._stored_fork(core, place.cut, agent_id, metadata, caller)
-                break
-            except LedgerConflict:  # a turn was committed meanwhile: it is looked at again
-                place.close()
-                await asyncio.sleep(pause)
-            except BaseException:
-                place.close()
-                raise
-        else:
-            raise SessionBusy(core.id)
+        items, keep = await self._items_up_to(core, item)
+        place = await self.place(core, items, keep)
+        try:
+            fork = await self._stored_fork(core, place.cut, agent_id, metadata, caller)
+        except BaseException:
+            place.close()
+            raise
         if place.kv is None:
             return fork
         room = self._tiers.residency

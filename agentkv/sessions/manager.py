@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from agentkv.engine.engine import Engine
 from agentkv.engine.toolcalls.choosing import check_format
-from agentkv.errors import AgentKVError, Closed, InvalidRequest, SessionNotFound
+from agentkv.errors import AgentKVError, Closed, InvalidRequest, SessionBusy, SessionNotFound
 from agentkv.logs import Log, fault
 from agentkv.policies.retention import RetentionPolicy, check_fits, policy_text
 from agentkv.schemas.messages import MessageInput
@@ -23,7 +23,7 @@ from agentkv.sessions import accepting
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.chains import root
 from agentkv.sessions.core import SessionCore
-from agentkv.sessions.db.records import BY_ID, Caller, SessionRecord
+from agentkv.sessions.db.records import BY_ID, Caller, LedgerConflict, SessionRecord
 from agentkv.sessions.db.repository import Repository
 from agentkv.sessions.explaining import Explanation, explained
 from agentkv.sessions.hints import Hints
@@ -41,6 +41,9 @@ from agentkv.types import RestoreReport, SessionState, Span, Tier
 __all__ = ["Sessions"]
 
 log = Log(__name__)
+
+_FORK_ATTEMPTS = 20
+"""A running session commits while it is forked: then it is looked at again."""
 
 T = TypeVar("T")
 
@@ -302,17 +305,24 @@ class Sessions:
         self._check_open()
         core.check_open()
         branching = self.tiers.branching
-        if core.turns:
-            # A turn is running on it: what was committed before is in SQL alone.
-            record = await self.repository.get_session(core.id, self.tenant)
-            source = SessionCore(record, SessionState.DISK)
-            fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata, caller=caller)
-            self._cores[fork.id] = fork
-        else:
-            async with core.gate:
-                core.check_open()
-                fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata, caller=caller)
+        for _ in range(_FORK_ATTEMPTS):
+            if core.turns:
+                # A turn is running on it: what was committed before is in SQL alone.
+                record = await self.repository.get_session(core.id, self.tenant)
+                source = SessionCore(record, SessionState.DISK)
+                try:
+                    fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata, caller=caller)
+                except LedgerConflict:
+                    continue  # it was committed meanwhile
                 self._cores[fork.id] = fork
+            else:
+                async with core.gate:
+                    core.check_open()
+                    fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata, caller=caller)
+                    self._cores[fork.id] = fork
+            break
+        else:
+            raise SessionBusy(core.id)
         self.tiers.observer.created(fork)
         return Session(fork, self)
 

@@ -12,8 +12,9 @@ from homes import chat_folder, check_home, check_session, model_folder, opened, 
 from test_concurrency import cancel_at
 
 from agentkv import AgentKV, Session
+from agentkv.api.errors import envelope
 from agentkv.cli.lineage import trees
-from agentkv.errors import InvalidRequest, SessionBusy, SessionNotFound, StorageError
+from agentkv.errors import InvalidRequest, SessionBusy, SessionDeleted, SessionNotFound, StorageError
 from agentkv.kv.paged import PagedKV
 
 TOKENS = 8
