@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from agentkv.engine.engine import Engine
 from agentkv.engine.toolcalls.choosing import check_format
-from agentkv.errors import AgentKVError, Closed, InvalidRequest, SessionBusy, SessionNotFound
+from agentkv.errors import AgentKVError, Closed, InvalidRequest, SessionNotFound
 from agentkv.logs import Log, fault
 from agentkv.policies.retention import RetentionPolicy, check_fits, policy_text
 from agentkv.schemas.messages import MessageInput
@@ -42,8 +42,8 @@ __all__ = ["Sessions"]
 
 log = Log(__name__)
 
-_FORK_ATTEMPTS = 20
-"""A running session commits while it is forked: then it is looked at again."""
+_FORK_ATTEMPTS = 3
+"""A session that commits while it is forked is looked at again, so often; then the fork waits its turn."""
 
 T = TypeVar("T")
 
@@ -305,24 +305,21 @@ class Sessions:
         self._check_open()
         core.check_open()
         branching = self.tiers.branching
-        for _ in range(_FORK_ATTEMPTS):
-            if core.turns:
-                # A turn is running on it: what was committed before is in SQL alone.
-                record = await self.repository.get_session(core.id, self.tenant)
-                source = SessionCore(record, SessionState.DISK)
-                try:
-                    fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata, caller=caller)
-                except LedgerConflict:
-                    continue  # it was committed meanwhile
-                self._cores[fork.id] = fork
-            else:
-                async with core.gate:
-                    core.check_open()
-                    fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata, caller=caller)
-                    self._cores[fork.id] = fork
+        for _ in range(_FORK_ATTEMPTS if core.turns else 0):
+            # A turn is running on it: what was committed before is in SQL alone.
+            record = await self.repository.get_session(core.id, self.tenant)
+            source = SessionCore(record, SessionState.DISK)
+            try:
+                fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata, caller=caller)
+            except LedgerConflict:
+                continue  # it was committed meanwhile
+            self._cores[fork.id] = fork
             break
         else:
-            raise SessionBusy(core.id)
+            async with core.gate:
+                core.check_open()
+                fork = await branching.fork(core, item, agent_id=agent_id, metadata=metadata, caller=caller)
+                self._cores[fork.id] = fork
         self.tiers.observer.created(fork)
         return Session(fork, self)
 
