@@ -140,8 +140,10 @@ class Residency:
         return low
 
     def settle(self, core: SessionCore) -> None:
-        """After a turn: count what is really reserved."""
+        """After a turn: count what is really reserved. What one that was rolled back needed for that is given up."""
         core.drop_closed()
+        if core.kv is not None:
+            core.kv.settle()
         core.reserved = core.kv.nbytes if core.kv is not None else 0
         self.admission.freed()
 

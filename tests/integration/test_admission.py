@@ -101,6 +101,19 @@ async def test_a_turn_waits_its_time_and_no_longer_and_a_full_queue_refuses(mode
         assert kv.stats().waiting == 0
 
 
+async def test_a_turn_that_was_taken_back_leaves_no_copies_of_windows(tmp_path: Path) -> None:
+    async with opened(tmp_path / "home", model_folder(tmp_path, "gemma3")) as kv:
+        session = await kv.sessions.create()
+        await session.append_tokens(prompt(100))
+        core, before = session._core, session._core.reserved
+        turn = asyncio.create_task(session.generate_tokens(prompt(5), max_tokens=20, ignore_eos=True))
+        await soon(lambda: core.kv is not None and core.kv.length > 103)
+        turn.cancel()
+        await asyncio.wait([turn])
+        assert turn.cancelled() and core.kv is not None and core.kv.length == 99
+        assert core.reserved == core.kv.nbytes == before
+
+
 async def test_a_cancelled_turn_leaves_the_queue(model: Path, tmp_path: Path) -> None:
     async with opened(tmp_path / "home", model, admission_seconds=60.0) as kv:
         holder, first, second = [await kv.sessions.create() for _ in range(3)]
