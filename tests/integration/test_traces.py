@@ -103,6 +103,7 @@ def replay(trace: Trace, smollm2_path: Path, tmp_path_factory: pytest.TempPathFa
     yield Replay(second["whole"]["results"], first["cut"]["results"], second["cut"]["results"])
 
 
+@pytest.mark.full
 def test_after_a_restart_in_the_middle_the_same_tokens_follow(replay: Replay) -> None:
     whole, _, whole_ledger = replay.whole[-3:]
     cut, _, ledger = replay.after[-3:]

@@ -71,6 +71,7 @@ def test_langchain_sends_all_of_it_and_names_the_session(tmp_path: Path, model: 
         talking.root_client.close()
 
 
+@pytest.mark.full
 async def test_pydantic_ai_sends_all_of_it_and_names_the_session(tmp_path: Path, model: Path) -> None:
     served = quiet(tmp_path / "home", model)
 
