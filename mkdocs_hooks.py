@@ -111,8 +111,10 @@ def _kind(schema: dict[str, Any]) -> str:
         return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         return f"list of {_kind(schema.get('items', {})) or 'values'}"
-    if "x-event" in schema:
-        return f"events of {_kind(schema['x-event'])}"
+    if "contentSchema" in schema:
+        return _kind(schema["contentSchema"])
+    if "data" in schema.get("properties", {}):
+        return f"events of {_kind(schema['properties']['data'])}"
     return str(schema.get("type", ""))
 
 

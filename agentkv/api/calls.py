@@ -142,8 +142,7 @@ class Call:
     @property
     def tenant(self) -> Tenant:
         """Whose call it is."""
-        found = self.request[TENANT]
-        return found
+        return self.request[TENANT]
 
     @property
     def sessions(self) -> Sessions:

@@ -176,9 +176,7 @@ def everything(
     against: Against = None,
     against_model: AgainstModel = None,
     against_key: AgainstKey = None,
-    quick: Annotated[
-        bool, typer.Option(help="Under 15 minutes on two cores with SmolLM2; without it, an hour or several.")
-    ] = False,
+    quick: Annotated[bool, typer.Option(help="A smoke test, not figures. Without it, this takes long.")] = False,
 ) -> None:
     """All of them, one after the other, with pictures and a report in words."""
     from agentkv.bench.suite import Suite, run_suite

@@ -44,7 +44,7 @@ class Suite:
     def parts(self) -> dict[str, Callable[[], Awaitable[dict[str, Any]]]]:
         """Each benchmark by its name, in the order in which they run."""
         model, home, dtype, threads, quick = self.model, self.home, self.dtype, self.threads, self.quick
-        traffic, more = (self.traffic or _QUICK, 2.0) if quick else (self.traffic or Traffic(), 4.0)
+        traffic, budget = (self.traffic or _QUICK, 2.0) if quick else (self.traffic or Traffic(), 4.0)
         window = 512 if quick else 1024
         policies = ("full", f"sink:{window}", f"turns:{window}", f"sliding:{window}")
 
@@ -58,11 +58,11 @@ class Suite:
 
         async def agents() -> dict[str, Any]:
             return await bench_agents(
-                traffic, None, more, model, home, servers="both", against=self.against, dtype=dtype, threads=threads
+                traffic, None, budget, model, home, servers="both", against=self.against, dtype=dtype, threads=threads
             )
 
         async def residency() -> dict[str, Any]:
-            return await bench_agents(traffic, None, more, model, home, residency="all", dtype=dtype, threads=threads)
+            return await bench_agents(traffic, None, budget, model, home, residency="all", dtype=dtype, threads=threads)
 
         return {
             "resume": resume,

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
+from agentkv.api.openai.names import conversation_of
 from agentkv.client import AsyncAgentKV
 from agentkv.errors import InvalidRequest
 
@@ -149,7 +150,7 @@ class AgentKVSession:
     async def _conversation(self) -> str | None:
         """The session's name as a conversation; ``None`` before the first item."""
         try:
-            return _conversation_of(await self._ask("GET", self._path))
+            return conversation_of((await self._ask("GET", self._path))["id"])
         except NotFoundError as error:
             if error.code != "session_not_found":
                 raise
@@ -157,7 +158,7 @@ class AgentKVSession:
 
     async def _begin(self) -> str:
         try:
-            return _conversation_of(await self._ask("POST", "/sessions", {"name": self.session_id}))
+            return conversation_of((await self._ask("POST", "/sessions", {"name": self.session_id}))["id"])
         except BadRequestError:
             if (found := await self._conversation()) is None:
                 raise
@@ -222,10 +223,6 @@ def _plain(item: Any) -> dict[str, Any]:
     given = dict(item) if isinstance(item, Mapping) else item.model_dump(exclude_unset=True)
     given.pop("provider_data", None)
     return given
-
-
-def _conversation_of(session: Mapping[str, Any]) -> str:
-    return "conv_" + str(session["id"]).removeprefix("sess_")
 
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from agentkv.errors import InvalidRequest, Unsupported
+from agentkv.schemas.fields import known_only
 
 __all__ = ["Identities", "Message", "MessageInput", "MessageKind", "Role", "ToolCall", "identities", "normalise"]
 
@@ -259,9 +260,7 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type")
     if kind not in _TEXT_PARTS:
         raise Unsupported(f"content part {kind!r}", f"{where}: only text parts can be served", param=where)
-    for field, said in part.items():
-        if field not in _PART_FIELDS and said is not None:
-            raise Unsupported(f"field {where}.{field}", "leave it out", param=f"{where}.{field}")
+    known_only(part, _PART_FIELDS, where)
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"{where}.text must be a string, not {type(text).__name__}", param=f"{where}.text")

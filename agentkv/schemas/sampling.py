@@ -20,8 +20,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from agentkv.errors import InvalidRequest, Unsupported
 from agentkv.schemas.constraints import Constraint
+from agentkv.schemas.fields import known_only, typed
 from agentkv.schemas.tool_choice import ToolChoice
-from agentkv.schemas.tools import typed
 
 __all__ = ["SamplingParams"]
 
@@ -165,14 +165,14 @@ def _response_format(wanted: Any) -> Constraint | None:
         return Constraint.json(wanted)
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
     if isinstance(kind, str) and kind in _FORMAT_FIELDS:
-        _refuse_others(wanted, _FORMAT_FIELDS[kind], "response_format")
+        known_only(wanted, _FORMAT_FIELDS[kind], "response_format")
     if kind == "text":
         return None
     if kind == "json_object":
         return Constraint.json({"type": "object"})
     inner = wanted.get("json_schema") if isinstance(wanted, Mapping) else None
     if kind == "json_schema" and isinstance(inner, Mapping) and isinstance(inner.get("schema"), Mapping):
-        _refuse_others(inner, ("schema", *_SCHEMA_FIELDS), "response_format.json_schema")
+        known_only(inner, ("schema", *_SCHEMA_FIELDS), "response_format.json_schema")
         typed(inner, _SCHEMA_FIELDS, "response_format.json_schema")
         return Constraint.json(inner["schema"])
     raise InvalidRequest(
@@ -180,12 +180,6 @@ def _response_format(wanted: Any) -> Constraint | None:
         '{"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}',
         param="response_format",
     )
-
-
-def _refuse_others(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for name, value in given.items():
-        if name not in known and value is not None:
-            raise Unsupported(f"field {where}.{name}", "leave it out", param=f"{where}.{name}")
 
 
 def _refuse(name: str, value: float) -> float:

@@ -157,7 +157,7 @@ class SessionCore:
             answered()
 
     def check_open(self) -> None:
-        """``Closed`` once the session is deleted."""
+        """``SessionDeleted`` once it is."""
         if self.deleted:
             raise SessionDeleted(self.id)
 

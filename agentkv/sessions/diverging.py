@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from os.path import commonprefix
+from typing import TYPE_CHECKING
 
-from agentkv.schemas.messages import Identities, Message
-from agentkv.sessions.db.records import ItemRecord, SessionRecord
+from agentkv.schemas.messages import identities
+from agentkv.sessions.db.records import SessionRecord
 from agentkv.sessions.heads import behind_head
-from agentkv.sessions.histories import History
+from agentkv.sessions.histories import History, messages_in
 
 if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions
@@ -31,34 +30,20 @@ async def diverged(sessions: Sessions, history: History, matched: int) -> str | 
     answers = [index for index, message in enumerate(history.messages) if message.role == "assistant"]
     if not answers or answers[-1] < matched:
         return None
-    theirs = _said(history.messages[: answers[-1] + 1])  # what is new may have been said elsewhere, too
+    theirs = identities(history.messages[: answers[-1] + 1])  # what is new may have been said elsewhere, too
     first = history.system is not None  # of its messages in the list as it was sent
     found: list[tuple[int, int, str]] = []
     for record in await sessions.repository.latest_sessions(sessions.tenant, _LATEST):
         items = behind_head(record, await sessions.repository.items(record.id))
-        ours = _said(Message.from_canonical(item.content) for item in takewhile(_is_message, items))
+        ours = identities(messages_in(items))
         same = [one == other for one, other in zip(theirs, ours, strict=False)]
         # A question in common is no conversation in common: an answer is.
         if sum(same) > matched and any(same[index] for index in answers if index < len(same)):
-            parts = _parts(sessions, history, record) or [f"messages:{_alike(theirs, ours) + first}"]
+            parts = _parts(sessions, history, record) or [f"messages:{[*same, False].index(False) + first}"]
             found.append((-sum(same), len(parts), parts[0]))
     if found:
         return min(found)[2]
     return f"messages:{matched + first}" if matched else None
-
-
-def _said(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    identities = Identities()
-    return [identities.of(message) for message in messages]
-
-
-def _is_message(item: ItemRecord) -> bool:
-    return item.kind != "tokens"
-
-
-def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How long the beginning is that both have."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _parts(sessions: Sessions, history: History, record: SessionRecord) -> list[str]:
@@ -68,7 +53,7 @@ def _parts(sessions: Sessions, history: History, record: SessionRecord) -> list[
         parts.append("model")
     system, before = (history.system or "").strip(), (record.system or "").strip()
     if system != before:
-        parts.append(f"system:{_alike(system, before)}")
+        parts.append(f"system:{len(commonprefix((system, before)))}")  # noqa: RUF071  characters are meant
     tools, known = list(history.tools or ()), list(record.tools or ())
     if tools != known:
         same = len(tools) == len(known) and all(tool in known for tool in tools)

@@ -17,7 +17,7 @@ from agentkv.errors import InvalidRequest, SessionBusy
 from agentkv.schemas.messages import Message, identities
 from agentkv.sessions.db.records import Caller, ItemRecord, LedgerConflict
 from agentkv.sessions.heads import Head, behind_head
-from agentkv.sessions.histories import History, same_calls
+from agentkv.sessions.histories import History, messages_in, same_calls
 from agentkv.sessions.recognising import Recognised, begun, branched, longest, recognised
 from agentkv.sessions.rewriting import rewritten
 from agentkv.sessions.session import Session
@@ -139,10 +139,6 @@ def _check_head(whole: History, session: Session) -> None:
 
 def _common(items: list[ItemRecord], said: tuple[Message, ...]) -> int:
     """How many messages of a history are the session's, from the first on."""
-    stored = []
-    for item in items:
-        if item.kind == "tokens":
-            break
-        stored.append(Message.from_canonical(item.content))
+    stored = messages_in(items)
     pairs = zip(identities(stored), identities(said), strict=False)
     return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(stored), len(said)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Self
 
 from agentkv.errors import InvalidRequest
@@ -11,7 +12,7 @@ from agentkv.schemas.messages import Message, MessageInput, normalise
 from agentkv.sessions.db.records import ItemRecord, SessionRecord
 from agentkv.sessions.heads import Head
 
-__all__ = ["History", "same_calls"]
+__all__ = ["History", "messages_in", "same_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ class History:
             tools=(tuple(record.tools) if record.tools else None) if self.tools is None else self.tools,
             template_args=self.template_args or record.template_args,
         )
+
+
+def messages_in(items: Iterable[ItemRecord]) -> list[Message]:
+    """What was said, up to the first item that is raw tokens and no message."""
+    return [Message.from_canonical(item.content) for item in takewhile(lambda item: item.kind != "tokens", items)]
 
 
 def same_calls(new: Sequence[Message], said: Sequence[Message], stored: Sequence[ItemRecord]) -> tuple[Message, ...]:

@@ -277,6 +277,8 @@ def _import_engine() -> None:
     import agentkv.sessions.manager
     import agentkv.sessions.metrics  # noqa: F401
 
+    load_plugins()  # of what the engine brings: codecs, layouts, tool formats
+
 
 async def _in_new_thread(work: Callable[[], T]) -> T:
     """Run ``work`` in a thread that ends with it.

@@ -52,7 +52,7 @@ def _open(url: str | None, root: Path, budget_bytes: int, margin_bytes: int) -> 
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
             raise InvalidRequest(f"{url!r} names no folder of this machine; write file:///path", param="blobs_url")
         return LocalBlobs(unquote(parts.path), budget_bytes=budget_bytes, margin_bytes=margin_bytes)
-    if (scheme := url.partition(":")[0]) in set(BLOBS):
+    if (scheme := url.partition(":")[0]) in BLOBS:
         return BLOBS.get(scheme)(url, budget_bytes)
     from agentkv.storage.remote import RemoteBlobs
 

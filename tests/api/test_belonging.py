@@ -184,7 +184,7 @@ def test_a_name_can_be_given_before_the_first_request_and_goes_wherever_the_id_d
     path = "/sessions/mine%2F%C3%A4"
     found: Any = client.get(path, cast_to=object)
     assert (found["id"], found["ledger_tokens"]) == (made["id"], first.total)
-    for taken, complaint in (("mine/ä", "already"), ("sess_mine", "does not begin"), ("", "1 to 200")):
+    for taken, complaint in (("mine/ä", "already"), ("sess_mine", "does not begin"), ("", "1 to 200"), ("..", "is no")):
         with pytest.raises(BadRequestError, match=complaint) as refused:
             client.post("/sessions", body={"name": taken}, cast_to=object)
         assert refused.value.param == "name"

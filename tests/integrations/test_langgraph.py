@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import pytest
 from asking import MODEL, client_of, quiet, sessions, state, until
-from homes import chat_folder
 from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.memory import InMemorySaver
@@ -78,17 +77,6 @@ def cached(answer: AIMessage) -> int:
 def total(answer: AIMessage) -> int:
     assert answer.usage_metadata is not None
     return answer.usage_metadata["total_tokens"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_folder(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Served]:
-    with quiet(tmp_path_factory.mktemp("graphs") / "home", model) as served:
-        yield served
 
 
 @pytest.fixture

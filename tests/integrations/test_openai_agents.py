@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,7 +20,6 @@ from agents import (
 )
 from agents.memory import Session
 from asking import MODEL, client_of, quiet, sessions, state, until
-from homes import chat_folder
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel
 from served import Served
@@ -78,17 +76,6 @@ def cached(result: RunResult) -> int:
 
 def total(result: RunResult) -> int:
     return result.raw_responses[-1].usage.total_tokens
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_folder(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Served]:
-    with quiet(tmp_path_factory.mktemp("agents") / "home", model) as served:
-        yield served
 
 
 @pytest.mark.parametrize("chat", [False, pytest.param(True, marks=pytest.mark.full)], ids=["responses", "chat"])

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import pytest
 from asking import MODEL, client_of, quiet, sessions, state, until
-from homes import chat_folder
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, messages_from_dict, messages_to_dict
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
@@ -20,11 +19,6 @@ from pydantic_ai.messages import ModelMessagesTypeAdapter
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIChatModelSettings
 from pydantic_ai.providers.openai import OpenAIProvider
 from served import Served
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_folder(tmp_path_factory.mktemp("models"))
 
 
 def stop(served: Served, tokens: int) -> str:

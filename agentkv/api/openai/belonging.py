@@ -18,10 +18,8 @@ async def session_for(call: Call, history: History, *, session_id: str | None, c
     one. Raises as ``named`` and ``recognised`` do."""
     name = session_id or call.request.headers.get("X-Session-ID") or None
     if name is not None:
-        found = await named(call.sessions, name, history, cache_key=cache_key or None)
-    else:
-        found = await recognised(call.sessions, history, cache_key=cache_key or None)
-    return found
+        return await named(call.sessions, name, history, cache_key=cache_key or None)
+    return await recognised(call.sessions, history, cache_key=cache_key or None)
 
 
 def told(call: Call, found: Recognised) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
@@ -13,6 +13,7 @@ from agentkv.api.openai.translating import function_tools, sampling_of
 from agentkv.api.shapes import Conversation, InputItem, NullsOnly, ResponseTool, ResponseToolChoice, TextFormatObject
 from agentkv.api.strict import Whole, exactly
 from agentkv.errors import InvalidRequest, Unsupported
+from agentkv.schemas.fields import known_only
 from agentkv.schemas.messages import Message
 from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.continuing import Wanted
@@ -258,8 +259,5 @@ def _format(text: TextFormat | None) -> Any:
     given = dict(text.format)
     if given.pop("type", None) != "json_schema":
         return text.format
-    known: Sequence[str] = ("name", "schema", "strict", "description")
-    for name, value in given.items():
-        if name not in known and value is not None:
-            raise Unsupported(f"field text.format.{name}", "leave it out", param=f"text.format.{name}")
+    known_only(given, ("name", "schema", "strict", "description"), "text.format")
     return {"type": "json_schema", "json_schema": given}
