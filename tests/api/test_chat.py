@@ -222,7 +222,7 @@ def test_the_same_prompt_twice_at_once_is_answered_twice(client: OpenAI) -> None
     assert len({asked.text for asked in again}) == 1
     assert len({asked.session for asked in again}) == 4
     # One that comes once another has been answered finds its own question there too, and takes it along.
-    assert {asked.cached for asked in again} <= {together[0].total - 1, again[0].prompt - 1}
+    assert all(together[0].total - 1 <= (asked.cached or 0) < asked.prompt for asked in again)
 
 
 def test_a_session_that_runs_is_forked_and_never_refused(client: OpenAI) -> None:
