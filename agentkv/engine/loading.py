@@ -100,6 +100,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
     if adapter.switches:
         layout.rebase_at = 0  # at each eviction: the next position is then what is held, which the window bounds
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)
+    layout.expect_pieces(piece)
     tokenizer = _tokenizer(local)
     end_ids = _end_ids(model, tokenizer)
     grammars = Grammars(tokenizer, adapter.vocab_size, end_ids)

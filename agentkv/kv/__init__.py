@@ -5,6 +5,6 @@ from agentkv.kv import offloaded as _offloaded  # noqa: F401
 from agentkv.kv import paged as _paged  # noqa: F401
 from agentkv.kv import quantized as _quantized  # noqa: F401
 from agentkv.kv import static as _static  # noqa: F401
-from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
+from agentkv.kv.contract import LAYOUTS, Evictions, Layout, SequenceKV
 
-__all__ = ["LAYOUTS", "Layout", "SequenceKV"]
+__all__ = ["LAYOUTS", "Evictions", "Layout", "SequenceKV"]

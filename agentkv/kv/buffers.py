@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from agentkv.codecs import KVBlock
+from agentkv.kv.turning import turned_tokens
 from agentkv.rope import Rotation, rotate
 from agentkv.types import KVGeometry, LayerGroup
 
-__all__ = ["GroupBuffers", "Pieces", "turned_tokens"]
+__all__ = ["GroupBuffers", "Pieces"]
 
 Pieces = Callable[[int], tuple[list[Tensor], list[Tensor]]]
 """For the group's layer ``i``: keys as computed and values, ``[Hkv, t, D]`` each, one after the other."""
@@ -200,15 +201,6 @@ class GroupBuffers:
         for master, rotation in zip(self.masters, self.rotations, strict=True):
             wanted = self.moved if rotation is not None else 0
             assert (0 if master is None else master.shape[1]) == wanted, (name, wanted)
-
-
-def turned_tokens(deltas: Sequence[tuple[int, int]]) -> int:
-    """How many leading tokens it takes to have all that are turned; ``deltas``: ``(tokens, delta)`` in order."""
-    moved = total = 0
-    for tokens, delta in deltas:
-        total += tokens
-        moved = total if delta else moved
-    return moved
 
 
 def _first(deltas: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from agentkv.codecs import KVBlock
-from agentkv.kv.buffers import GroupBuffers, Pieces, turned_tokens
+from agentkv.kv.buffers import GroupBuffers, Pieces
 from agentkv.kv.contract import CapturedPart, Undo
 from agentkv.kv.placed import PlacedKV, merged, slices
+from agentkv.kv.turning import turned_tokens
 from agentkv.types import KVGeometry, Placement, Span, without
 
 __all__ = ["ContiguousKV", "cloned", "to_cpu"]
@@ -33,6 +34,8 @@ class ContiguousKV(PlacedKV):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors, and of the windows in the open undo record; what was evicted since is in host memory,
+        which a CPU's device is too, but only until the turn ends."""
         undo = self._undo.nbytes if self._undo is not None else 0
         return undo + sum(buffers.nbytes for buffers in self._groups)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["LAYOUTS", "AttentionTraits", "CapturedPart", "Layout", "SequenceKV", "Slot", "Undo"]
+__all__ = ["LAYOUTS", "AttentionTraits", "CapturedPart", "Evictions", "Layout", "SequenceKV", "Slot", "Undo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,21 @@ class Undo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the copies hold."""
-        return sum(part.block.nbytes for part in (*self.windows, *self.evicted))
+        """Bytes that it holds on the device."""
+        return sum(part.block.nbytes for part in self.windows)
+
+
+@dataclass(frozen=True, slots=True)
+class Evictions:
+    """What the evictions of a turn may take beside the tokens that are held at its end.
+
+    ``turned``: so many of the first tokens may be turned on from their masters, and the masters stay. ``new``: tokens
+    that a state computes in the turn, evicted ones included, all that it will have gone through where it is new: until
+    it can be taken back no more, they may be held beside the old.
+    """
+
+    turned: int
+    new: int
 
 
 class SequenceKV(ABC):
@@ -124,7 +137,7 @@ class SequenceKV(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory reserved: capacity, not length; masters and the open undo record included."""
+        """Bytes of device memory reserved: capacity, not length; masters and what the open undo record has there."""
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
@@ -253,6 +266,12 @@ class Layout(ABC, Generic[Meta]):
     reserves: bool = False
     """Whether a state takes the memory for all it will ever hold when it opens."""
 
+    piece_tokens: int = 2048
+    """Most new tokens of one session in one step; see ``expect_pieces``."""
+
+    inner: Layout[Any] | None = None
+    """The layout that this one is around, if it is around one."""
+
     carries: bool = False
     """Whether it holds what recurrent layers carry: ``layout_for`` puts such a one around any other."""
 
@@ -262,13 +281,22 @@ class Layout(ABC, Generic[Meta]):
         self.geometry = geometry
         self.device = device
 
+    def expect_pieces(self, tokens: int) -> None:
+        """Steps will have at most so many new tokens of one session."""
+        self.piece_tokens = tokens
+        if self.inner is not None:
+            self.inner.expect_pieces(tokens)
+
     @abstractmethod
     def open(self, tokens: int = 0, limit: int | None = None) -> SequenceKV:
         """An empty state with room for ``tokens``, which will never hold more than ``limit``."""
 
     @abstractmethod
-    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
-        """Bytes that ``kv`` (or a new state) will have reserved once it holds ``tokens`` tokens."""
+    def bytes_needed(
+        self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
+    ) -> int:
+        """Most bytes that ``kv`` (or a new state, opened for ``tokens``) will have reserved on its way to ``tokens``
+        tokens, in a turn that can be taken back. Without ``evictions`` there are none."""
 
     @abstractmethod
     def plan(self, slots: Sequence[Slot]) -> Meta:

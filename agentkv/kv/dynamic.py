@@ -16,7 +16,8 @@ import torch
 
 from agentkv.kv.buffers import GroupBuffers
 from agentkv.kv.contiguous import ContiguousKV
-from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
+from agentkv.kv.contract import LAYOUTS, Evictions, Layout, SequenceKV
+from agentkv.kv.foretelling import beside_slots, most_in_window, new_tokens
 from agentkv.kv.stepping import ContiguousLayout
 from agentkv.types import KVGeometry, LayerGroup
 
@@ -32,16 +33,32 @@ def _rounded(tokens: int) -> int:
 
 
 def _grown(capacity: int, needed: int, limit: int | None = None) -> int:
-    """The next capacity that holds ``needed`` tokens: geometric, so that growth is amortised."""
+    """The next capacity that holds ``needed`` tokens: geometric, so that growth is amortised.
+
+    One of a fixed row of capacities, so that many small growths lead to where one large one does.
+    """
     if needed <= capacity:
         return capacity
-    grown = _rounded(max(needed, int(capacity * _GROWTH)))
+    if not capacity:
+        return _rounded(needed)
+    grown = _STEP
+    while grown < needed:
+        grown = _rounded(int(grown * _GROWTH))
     return grown if limit is None else max(min(grown, _rounded(limit)), _rounded(needed))
 
 
 def _opening(group: LayerGroup, tokens: int) -> int:
     """Capacity of a new state that is to hold ``tokens``: sliding groups need twice their window at most."""
     return _rounded(tokens if group.window is None else 2 * min(tokens, group.window))
+
+
+def _room(group: LayerGroup, capacity: int, needed: int, limit: int | None) -> int:
+    """Slots of one group for ``needed`` of them; more for more."""
+    if group.window is None:
+        return _grown(capacity, needed, limit)
+    # Twice the window, so that compaction happens once a window at most.
+    most = max(_rounded(2 * group.window), _rounded(needed))
+    return max(capacity, min(_grown(capacity, 2 * needed), most), _rounded(needed))
 
 
 class DynamicKV(ContiguousKV):
@@ -56,17 +73,12 @@ class DynamicKV(ContiguousKV):
         rebase_at: int = Layout.rebase_at,
     ) -> None:
         super().__init__(geometry, device, rebase_at)
-        self._limit = limit
+        self.limit = limit
         for buffers in self._groups:
             buffers.allocate(_opening(buffers.group, tokens))
 
     def _room(self, buffers: GroupBuffers, used: int, more: int) -> int:
-        needed, capacity, window = used + more, buffers.capacity, buffers.group.window
-        if window is None:
-            return _grown(capacity, needed, self._limit)
-        # Twice the window, so that compaction happens once a window at most.
-        most = max(_rounded(2 * window), _rounded(needed))
-        return max(capacity, min(_grown(capacity, 2 * needed), most), _rounded(needed))
+        return _room(buffers.group, buffers.capacity, used + more, self.limit)
 
 
 @LAYOUTS.register("dynamic")
@@ -78,17 +90,14 @@ class DynamicLayout(ContiguousLayout):
     def open(self, tokens: int = 0, limit: int | None = None) -> DynamicKV:
         return DynamicKV(self.geometry, self.device, tokens, limit, self.rebase_at)
 
-    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
-        total = 0
+    def bytes_needed(
+        self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
+    ) -> int:
+        live = kv if isinstance(kv, DynamicKV) else None
+        new, capacities = new_tokens(kv, tokens, evictions), []
         for index, group in enumerate(self.geometry.groups):
-            held = kv.buffers(index).capacity if isinstance(kv, DynamicKV) else 0
-            capacity = _grown(held, tokens, limit) if group.window is None else max(held, _opening(group, tokens))
-            total += capacity * group.values_per_token
-        beside = 0
-        if isinstance(kv, DynamicKV):
-            beside = (
-                kv.nbytes
-                - sum(kv.buffers(i).capacity * g.values_per_token for i, g in enumerate(self.geometry.groups))
-                * self.geometry.itemsize
-            )
-        return total * self.geometry.itemsize + beside
+            held = _opening(group, tokens) if live is None else live.buffers(index).capacity
+            most = tokens if group.window is None else most_in_window(group, tokens, evictions, new, self.piece_tokens)
+            capacities.append(_room(group, held, most, limit if live is None else live.limit))
+        slots = sum(n * g.values_per_token for n, g in zip(capacities, self.geometry.groups, strict=True))
+        return slots * self.geometry.itemsize + beside_slots(self.geometry, kv, tokens, evictions, capacities)

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentkv.codecs import KVBlock
 from agentkv.errors import InvalidRequest
 from agentkv.kv.attention import attend
-from agentkv.kv.contract import LAYOUTS, AttentionTraits, Layout, SequenceKV, Slot
+from agentkv.kv.contract import LAYOUTS, AttentionTraits, Evictions, Layout, SequenceKV, Slot
 from agentkv.kv.dynamic import DynamicLayout
 from agentkv.kv.offloaded_staging import Prefetcher
 from agentkv.kv.paged import PagedLayout
@@ -47,6 +47,7 @@ class OffloadedLayout(Layout[OffloadedPlan]):
     """See the module's docstring. ``inner`` makes the layout that holds the KV; it is given the CPU for its device."""
 
     name = "offloaded"
+    inner: Layout[Any]
 
     def __init__(
         self,
@@ -82,7 +83,9 @@ class OffloadedLayout(Layout[OffloadedPlan]):
     def open(self, tokens: int = 0, limit: int | None = None) -> OffloadedKV:
         return OffloadedKV(self, self.inner.open(tokens, limit))
 
-    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
+    def bytes_needed(
+        self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
+    ) -> int:
         """On the device: the session's share of the staging buffers. In host memory: ``host_bytes_needed``."""
         g = self.geometry
         return (

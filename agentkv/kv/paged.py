@@ -16,7 +16,7 @@ import torch
 
 from agentkv.codecs import KVBlock
 from agentkv.kv.contiguous import to_cpu
-from agentkv.kv.contract import LAYOUTS, CapturedPart, SequenceKV, Undo
+from agentkv.kv.contract import LAYOUTS, CapturedPart, Evictions, SequenceKV, Undo
 from agentkv.kv.paged_pool import PagePool
 from agentkv.kv.paged_step import PagedStepping
 from agentkv.kv.paged_table import PageTable, Piece, distinct
@@ -260,13 +260,24 @@ class PagedLayout(PagedStepping):
         """An empty state. Pages are taken when they are needed: ``tokens`` takes none ahead."""
         return PagedKV(self.geometry, self.rebase_at, self.pools)
 
-    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
+    def bytes_needed(
+        self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
+    ) -> int:
+        """Pages that it has stay its own until the turn cannot be taken back: new ones come to them."""
         total = kv.nbytes if isinstance(kv, PagedKV) else 0
+        new = evictions.new if evictions is not None else max(0, tokens - (0 if kv is None else kv.tokens))
         for index, (group, pool) in enumerate(zip(self.geometry.groups, self.pools, strict=True)):
             table = kv.table(index) if isinstance(kv, PagedKV) else PageTable(pool)
-            if group.window is None:
-                more = tokens - table.tokens - table.room
-            else:
-                more = min(tokens, 2 * group.window + self.page_tokens) - table.tokens - table.room
-            total += max(0, -(-more // self.page_tokens)) * pool.page_nbytes
+            most = tokens
+            if evictions is not None and evictions.turned >= tokens:
+                most *= 4  # a policy that takes here and there leaves pages with few tokens: a quarter, say
+            elif evictions is not None and kv is None:
+                most *= 2  # first what is restored, then what is new
+            live = min(new, most)
+            if group.window is not None:
+                live = min(new, group.window + self.piece_tokens)
+            pages = max(0, -(-(live - table.room) // self.page_tokens))
+            # Where a page is shared it is copied; a cut, or the window's start, may fall inside one.
+            pages += table.shared_page + (evictions is not None or group.window is not None)
+            total += pages * pool.page_nbytes
         return total

@@ -51,6 +51,13 @@ class PageTable:
         """Tokens that fit into pages already taken."""
         return (len(self.spare) + 1) * self.pool.page_tokens - self.fill
 
+    @property
+    def shared_page(self) -> bool:
+        """Whether the next token belongs into a page that may not be written to there."""
+        if not self.pieces or self.fill == self.pool.page_tokens:
+            return False
+        return not self.pool.writable(self.pieces[-1][0], self.fill)
+
     # -- growing ------------------------------------------------------------------------------------------------------
 
     def reserve(self, tokens: int) -> None:
@@ -58,7 +65,7 @@ class PageTable:
         size = self.pool.page_tokens
         if not tokens:
             return
-        if self.pieces and self.fill < size and not self.pool.writable(self.pieces[-1][0], self.fill):
+        if self.shared_page:
             old = self.pieces[-1][0]
             new = self.pool.copy(old, self.fill)
             self.pieces = [(new if page == old else page, lo, hi) for page, lo, hi in self.pieces]

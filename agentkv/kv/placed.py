@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from agentkv.errors import Closed
 from agentkv.kv.contract import SequenceKV
+from agentkv.kv.turning import deltas_of
 from agentkv.types import KVGeometry, LayerGroup, Placement, Span
 
 __all__ = ["PlacedKV", "lineage_after", "merged", "slices"]
@@ -72,13 +73,8 @@ class PlacedKV(SequenceKV):
         return 0 if group.window is None else max(self._past.floor, length - group.window, 0)
 
     def _deltas(self, placement: Placement, held: Sequence[Span]) -> list[tuple[int, int]]:
-        """How far each run of ``held`` is turned, so that all lie one after the other before the next position."""
-        seen = placement.next_position - sum(len(span) for span in held)
-        deltas = []
-        for run in placement.runs(held):
-            deltas.append((len(run), seen - placement.position_of(run.start)))
-            seen += len(run)
-        return deltas
+        """How far each run of ``held`` is turned."""
+        return deltas_of(placement, held)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from agentkv.errors import InvalidRequest
-from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
+from agentkv.kv.contract import LAYOUTS, Evictions, Layout, SequenceKV
 from agentkv.kv.dynamic import DynamicLayout
+from agentkv.kv.foretelling import new_tokens
 from agentkv.kv.paged import PagedLayout
 from agentkv.kv.placed import PlacedKV
 from agentkv.kv.quantized_grids import Format
@@ -29,9 +30,6 @@ from agentkv.kv.static import StaticLayout
 from agentkv.types import KVGeometry, Span
 
 __all__ = ["QuantizedKV", "QuantizedLayout"]
-
-_PIECE_TOKENS = 512
-"""New tokens of a step that are foreseen beside those held."""
 
 
 class QuantizedLayout(QuantizedStepping):
@@ -114,16 +112,35 @@ class QuantizedLayout(QuantizedStepping):
             total += rows * (tokens * a_row + -(-tokens // self.format.group_tokens) * g.key_dim * grid)
         return total
 
-    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
-        exact = min(tokens, self.recent_tokens + self.format.group_tokens + _PIECE_TOKENS)
-        total = self.inner.bytes_needed(None, exact)
-        for group in self.geometry.groups:
-            if group.window is not None:
-                more = min(tokens, 2 * group.window) - min(exact, 2 * group.window)
-                total += more * group.values_per_token * self.geometry.itemsize
-        if tokens >= self.recent_tokens:
-            sinks = self.sink_tokens * sum(g.values_per_token for g in self._full_groups()) * self.geometry.itemsize
-            total += sinks + self.quantised_nbytes(tokens - self.recent_tokens) + self.scratch_nbytes(tokens)
+    def bytes_needed(
+        self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
+    ) -> int:
+        """The exact tokens twice, now and at their most: an undo record is a fork."""
+        live = kv if isinstance(kv, QuantizedKV) else None
+        grid = self.format.group_tokens
+        aged = self.recent_tokens + grid
+        piece = min(self.piece_tokens, new_tokens(kv, tokens, evictions))
+        exact = min(tokens, aged + piece)
+        widest = max(group.window or 0 for group in self.geometry.groups) + piece
+        turns = None if evictions is None else Evictions(exact, min(evictions.new, max(exact, widest)))
+        if live is None:
+            # It grows from what aging leaves: by half at most beyond what it needs.
+            peak = exact if tokens <= aged else exact * 3 // 2 + grid
+            total = self.inner.bytes_needed(None, peak, None, turns)
+            total += self.inner.bytes_needed(None, min(tokens, aged))
+        else:
+            most = min(live.inner.tokens + piece, exact)
+            grown = self.inner.bytes_needed(live.inner, most, None, turns or Evictions(0, piece))
+            total = max(grown, self.inner.bytes_needed(None, exact * 3 // 2 + grid, None, turns)) + live.inner.nbytes
+        quantised = tokens if tokens >= self.recent_tokens else 0
+        if quantised:
+            a_token = sum(g.values_per_token for g in self._full_groups()) * self.geometry.itemsize
+            total += self.sink_tokens * a_token + self.scratch_nbytes(tokens)
+            # The last segment is joined with what follows, and the record keeps the old one.
+            quantised += min(tokens, self.format.segment_tokens)
+        if evictions is not None:
+            quantised += tokens if live is None else live.tokens
+        total += self.quantised_nbytes(quantised)
         return total if kv is None else max(total, kv.nbytes)
 
 

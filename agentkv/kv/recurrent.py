@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentkv.codecs import KVBlock
 from agentkv.errors import Unsupported
-from agentkv.kv.contract import AttentionTraits, CapturedPart, Layout, SequenceKV, Slot, Undo
+from agentkv.kv.contract import AttentionTraits, CapturedPart, Evictions, Layout, SequenceKV, Slot, Undo
 from agentkv.kv.packed_states import PackedStates, packed
 from agentkv.kv.placed import merged
 from agentkv.kv.wrapped import WrappedKV
@@ -248,6 +248,7 @@ class RecurrentKV(WrappedKV):
 class RecurrentLayout(Layout[RecurrentStep]):
     """``inner`` makes the layout of the keys and values, whose name this one has."""
 
+    inner: Layout[Any]
     carries = True
 
     def __init__(
@@ -265,10 +266,12 @@ class RecurrentLayout(Layout[RecurrentStep]):
     def open(self, tokens: int = 0, limit: int | None = None) -> RecurrentKV:
         return RecurrentKV(self, self.inner.open(tokens, limit))
 
-    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
+    def bytes_needed(
+        self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
+    ) -> int:
         """With two states: the present one, and that of an undo record."""
         inner = kv.inner if isinstance(kv, RecurrentKV) else None
-        return self.inner.bytes_needed(inner, tokens, limit) + 2 * self.state_nbytes
+        return self.inner.bytes_needed(inner, tokens, limit, evictions) + 2 * self.state_nbytes
 
     def plan(self, slots: Sequence[Slot]) -> RecurrentStep:
         return RecurrentStep(tuple(slots))

@@ -11,7 +11,8 @@ import torch
 from agentkv.errors import CapacityExceeded
 from agentkv.kv.buffers import GroupBuffers
 from agentkv.kv.contiguous import ContiguousKV
-from agentkv.kv.contract import LAYOUTS, Layout, SequenceKV
+from agentkv.kv.contract import LAYOUTS, Evictions, Layout, SequenceKV
+from agentkv.kv.foretelling import beside_slots, most_in_window, new_tokens
 from agentkv.kv.stepping import ContiguousLayout
 from agentkv.types import KVGeometry, LayerGroup
 
@@ -66,9 +67,14 @@ class StaticLayout(ContiguousLayout):
     def open(self, tokens: int = 0, limit: int | None = None) -> StaticKV:
         return StaticKV(self.geometry, self.device, tokens, limit, self.rebase_at)
 
-    def bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
-        if isinstance(kv, StaticKV):
-            return kv.nbytes
-        return self.geometry.itemsize * sum(
-            g.values_per_token * _capacity(g, tokens, limit) for g in self.geometry.groups
-        )
+    def bytes_needed(
+        self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
+    ) -> int:
+        live = kv if isinstance(kv, StaticKV) else None
+        new, capacities = new_tokens(kv, tokens, evictions), []
+        for index, group in enumerate(self.geometry.groups):
+            held = _capacity(group, tokens, limit) if live is None else live.buffers(index).capacity
+            most = held if group.window is None else most_in_window(group, tokens, evictions, new, self.piece_tokens)
+            capacities.append(max(held, most))
+        slots = sum(n * g.values_per_token for n, g in zip(capacities, self.geometry.groups, strict=True))
+        return slots * self.geometry.itemsize + beside_slots(self.geometry, kv, tokens, evictions, capacities)

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from agentkv.errors import CapacityExceeded, StorageError
-from agentkv.kv.contract import Layout
+from agentkv.kv.contract import Evictions, Layout
+from agentkv.kv.turning import turned_of
 from agentkv.logs import Log, fault
 from agentkv.policies.residency import ResidencyPolicy, SessionFacts, plan
 from agentkv.sessions.admission import Admission, QueueFull
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.rates import Rates
 from agentkv.sessions.sizes import free_memory
-from agentkv.types import Tier
+from agentkv.types import Span, Tier
 
 if TYPE_CHECKING:
     from agentkv.sessions.tiers import Tiers
@@ -114,7 +115,8 @@ class Residency:
         ``CapacityExceeded`` where they do not fit what is free: nobody gives way, and nobody is waited for.
         """
         limit = core.limit(self.context)
-        needed = copies * self._layout.bytes_needed(None, min(tokens, limit), limit)
+        evictions = self._evictions(core, tokens)
+        needed = copies * self._layout.bytes_needed(None, min(tokens, limit), limit, evictions)
         free = self.budget - self.used
         if needed > free:
             self._tiers.observer.refused(core, needed)
@@ -196,7 +198,19 @@ class Residency:
 
     def _needed(self, core: SessionCore, tokens: int) -> int:
         limit = core.limit(self.context)
-        return self._layout.bytes_needed(core.kv, min(tokens, limit), limit)
+        return self._layout.bytes_needed(core.kv, min(tokens, limit), limit, self._evictions(core, tokens))
+
+    def _evictions(self, core: SessionCore, tokens: int) -> Evictions | None:
+        """What those of a turn that leads to ``tokens``, evicted ones included, may take."""
+        placement = core.record.held if core.kv is None else core.kv.placement
+        policy, new = core.policy, tokens if core.kv is None else tokens - placement.tokens
+        if policy.window is None or (tokens <= policy.window and placement.trivial):
+            return None if placement.trivial else Evictions(turned_of(placement), new)
+        if placement.next_position + tokens - placement.tokens > self._layout.rebase_at:
+            turned = core.limit(self.context)  # positions count anew: all that is held moves
+        else:
+            turned = max(turned_of(placement), policy.turned_tokens(Span(0, core.record.pinned)))
+        return Evictions(turned, new)
 
     def _fits(self, core: SessionCore, needed: int) -> bool:
         if self.used - core.reserved + needed > self.budget:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from agentkv.codecs import KVBlock
 from agentkv.errors import Closed
-from agentkv.kv.contract import AttentionTraits, CapturedPart, Layout, SequenceKV, Slot, Undo
+from agentkv.kv.contract import AttentionTraits, CapturedPart, Evictions, Layout, SequenceKV, Slot, Undo
+from agentkv.kv.turning import turned_of
+from agentkv.testing.foretold import evictions_of, watched_turn
 from agentkv.testing.naive import GEOMETRY, QUERY_HEADS, NaiveKV, same_block
 from agentkv.types import Placement, Span
 
@@ -27,6 +29,8 @@ CPU = torch.device("cpu")
 LIMIT = 300
 """Tokens that a state may hold."""
 REBASE_AT = 90
+PIECE = 40
+"""Most tokens of a step of a turn whose memory is foretold."""
 CAPTURES = 8
 """Captures that are watched at a time."""
 SLIDING = [i for i, group in enumerate(GEOMETRY.groups) if group.window is not None]
@@ -104,6 +108,7 @@ class LayoutMachine(RuleBasedStateMachine):
         super().__init__()
         self.layout = self.make_layout(GEOMETRY, CPU)
         self.layout.rebase_at = REBASE_AT
+        self.layout.expect_pieces(PIECE)
         self.live: list[State] = []
         self.captures: list[tuple[CapturedPart, KVBlock]] = []
 
@@ -259,6 +264,44 @@ class LayoutMachine(RuleBasedStateMachine):
             self.keep_sink_and_window(state, seed % 4, keep)
         self._roll_back(state, 1)
 
+    @rule(
+        state=states,
+        counts=st.lists(st.one_of(st.just(1), st.integers(1, 90)), min_size=1, max_size=6),
+        room=st.integers(0, 60),
+        sinks=st.none() | st.integers(0, 9),
+        slack=st.integers(1, 20),
+        seed=st.integers(0, 99),
+        back=st.booleans(),
+    )
+    def foretold_turn(
+        self, state: State, counts: list[int], room: int, sinks: int | None, slack: int, seed: int, back: bool
+    ) -> None:
+        """A turn of any length in a window, taken back or not, never holds more than the layout foretold."""
+        kv, new = state.kv, sum(counts)
+        state.forget()
+        kv.settle()
+        window = min(LIMIT, max(kv.tokens + room, (sinks or 0) + slack + 1))
+        evictions = evictions_of(kv.placement, window, sinks, new, REBASE_AT)
+        foretold = self.layout.bytes_needed(kv, min(kv.tokens + new, max(window, kv.tokens)), LIMIT, evictions)
+        self.undo_record(state)
+
+        def keep() -> None:
+            held = state.naive.held
+            left = window - slack
+            if sinks is None:  # here and there
+                self._keep(state, [*held[seed % 3 :: 2][-left:-1], held[-1]], LIMIT)
+            else:
+                self._keep(state, [*held[:sinks], *held[max(sinks, len(held) - (left - sinks)) :]], LIMIT)
+
+        watched_turn(
+            self.layout, kv, counts, window, keep, lambda n: packed_step(self.layout, [state], [n], seed), foretold
+        )
+        if back:
+            self._roll_back(state, 1)
+        else:
+            self.settle(state)
+        assert kv.nbytes <= foretold, "more is held at the end"
+
     @rule(state=states, back=st.integers(1, 30), tokens=st.integers(1, 30), seed=st.integers(0, 2**20))
     def computed_anew(self, state: State, back: int, tokens: int, seed: int) -> None:
         """What was captured lies behind a crop, and other tokens follow."""
@@ -343,7 +386,10 @@ class LayoutMachine(RuleBasedStateMachine):
         parts = (*(state.kv.capture(Span(0, length)) if length else ()), *state.kv.window_snapshot())
         kv = self._opened(opened)
         twin = kv.fork() if forked else None
-        kv.place(state.kv.placement, min(room, state.room))
+        placement, free = state.kv.placement, min(room, state.room)
+        most = max(opened, placement.tokens + free)
+        needed = self.layout.bytes_needed(None, most, LIMIT, Evictions(turned_of(placement), most))
+        kv.place(placement, free)
         for part in parts:
             for piece in part.span.split(cut):
                 into = kv.target(part.group, piece)
@@ -352,6 +398,7 @@ class LayoutMachine(RuleBasedStateMachine):
                     for a, b in zip(getattr(part.block, name), getattr(into, name), strict=True):
                         b.copy_(a[:, lo:hi])
         kv.restored(naive.ids)
+        assert kv.nbytes <= needed, "a restored state takes more than was foretold"
         if twin is not None and length:  # the twin's memory is its own by now: what it is filled with must not show
             twin.place(Placement.whole(min(length, LIMIT)))
             target = twin.target(0, Span(0, min(length, LIMIT)))

@@ -79,6 +79,10 @@ class Adaptive(RetentionPolicy):
         """Those of the policy in force; ``full`` promises the pinned span, which its successor must find."""
         return self.in_force.pinned_tokens(pinned)
 
+    def turned_tokens(self, pinned: Span) -> int:
+        """Those of the policy in force."""
+        return self.in_force.turned_tokens(pinned)
+
     def keep(self, view: SessionView) -> tuple[Span, ...]:
         """What the policy in force keeps."""
         return self.in_force.keep(view)

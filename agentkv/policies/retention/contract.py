@@ -72,6 +72,11 @@ class RetentionPolicy(ABC):
         """Whether it evicts, under these arguments or those it will have."""
         return self.window is not None
 
+    def turned_tokens(self, pinned: Span) -> int:
+        """How many of the first tokens held may come to lie before a gap: their keys are then kept twice, as they were
+        computed and turned on. Where only a head and the last tokens stay, that is the head."""
+        return self.window or 0
+
     def pinned_tokens(self, pinned: Span) -> int:
         """How many tokens from the ledger's start are never evicted, given the session's pinned span."""
         return pinned.stop

@@ -46,6 +46,10 @@ class SinkWindow(RetentionPolicy):
         """The sinks."""
         return max(ATTENTION_SINKS, pinned.stop) if self.sinks == "system" else self.sinks
 
+    def turned_tokens(self, pinned: Span) -> int:
+        """The sinks."""
+        return self.pinned_tokens(pinned)
+
     def keep(self, view: SessionView) -> tuple[Span, ...]:
         """The sinks, and the last tokens of the others."""
         sinks = self.pinned_tokens(view.pinned)

@@ -33,6 +33,10 @@ class SlidingWindow(RetentionPolicy):
         """None is safe."""
         return 0
 
+    def turned_tokens(self, pinned: Span) -> int:
+        """None: what stays lies in one piece."""
+        return self.pinned_tokens(pinned)
+
     def keep(self, view: SessionView) -> tuple[Span, ...]:
         """The last ``window - slack`` tokens."""
         return merged(last(view.retained, self.window - self.slack))

@@ -1,0 +1,44 @@
+"""How many bytes a contiguous state may come to take on its way to so many tokens, beside its full groups' slots."""
+
+from __future__ import annotations
+
+from agentkv.kv.contiguous import ContiguousKV
+from agentkv.kv.contract import Evictions, SequenceKV
+from agentkv.types import KVGeometry, LayerGroup
+
+__all__ = ["beside_slots", "most_in_window", "new_tokens"]
+
+
+def new_tokens(kv: SequenceKV | None, tokens: int, evictions: Evictions | None) -> int:
+    """Tokens that are yet to be computed, for a state that is to hold ``tokens``."""
+    if evictions is not None:
+        return evictions.new
+    return max(0, tokens - (0 if kv is None else kv.tokens))
+
+
+def in_window(group: LayerGroup, tokens: int, evictions: Evictions | None) -> int:
+    """Tokens that a sliding group holds at least: what full groups evicted it may hold as well."""
+    assert group.window is not None
+    return group.window if evictions is not None else min(group.window, tokens)
+
+
+def most_in_window(group: LayerGroup, tokens: int, evictions: Evictions | None, new: int, piece: int) -> int:
+    """Slots that a sliding group takes at once: its window, and a step's new tokens."""
+    return in_window(group, tokens, evictions) + min(piece, new)
+
+
+def beside_slots(
+    geometry: KVGeometry, kv: SequenceKV | None, tokens: int, evictions: Evictions | None, capacities: list[int]
+) -> int:
+    """Bytes of masters, and of the copies of windows that an undo record makes. ``capacities``: each group's slots."""
+    turned, total = 0 if evictions is None else evictions.turned, 0
+    for index, (group, capacity) in enumerate(zip(geometry.groups, capacities, strict=True)):
+        standing = kv.buffers(index).moved if isinstance(kv, ContiguousKV) else 0
+        if group.window is None:
+            masters = max(standing, min(turned, tokens))
+        else:  # positions that count anew, which moves all that is held, are all that moves a window
+            masters = capacity if turned and turned >= tokens else standing
+            total += in_window(group, tokens, evictions) * group.values_per_token
+        rotated = sum(geometry.rotations[layer] is not None for layer in group.layers) if geometry.rotations else 0
+        total += masters * rotated * group.kv_heads * group.key_dim
+    return total * geometry.itemsize
