@@ -127,13 +127,17 @@ class SessionNotFound(NotFound):
 
 
 class ResponseNotFound(NotFound):
-    """No response of this tenant has that id: it was deleted, its session was, or it was not to be stored."""
+    """No response of this tenant has that id: it was deleted, its session was, or it was not to be stored.
 
-    def __init__(self, response_id: str) -> None:
+    ``param``: the field that named it.
+    """
+
+    def __init__(self, response_id: str, *, param: str | None = None) -> None:
         super().__init__(
             f"there is no response {response_id!r}: it was deleted, its session was, or it was made with store: false"
         )
         self.response_id = response_id
+        self.param = param
 
 
 class KeyNotFound(NotFound):
@@ -153,7 +157,7 @@ class SessionBusy(AgentKVError):
 
     def __init__(self, session_id: str, *, retry_after: float = 1.0) -> None:
         super().__init__(
-            f"session {session_id} is busy with another turn; retry in {retry_after:.0f} s or pass wait=True"
+            f"session {session_id} is busy with another turn; retry in {retry_after:.0f} s (in Python, wait=True waits for it)"
         )
         self.session_id = session_id
         self.retry_after = retry_after

@@ -99,11 +99,9 @@ class ChunkReader:
         usable = manifest.length
         anywhere = not points and all(window is None for window in self._windows)
         while True:
-            placement = Placement.whole(usable) if anywhere else self._last_point(manifest, usable)
-            # An old resume point may hold more than the session's limit by now, and a turn may be longer than a window.
-            most = None if limit is None else max(limit, placement.tokens)
-            free = room if most is None else min(room, most - placement.tokens)
-            kv = self._layout.open(0, most)
+            placement = Placement.whole(usable) if anywhere else self._last_point(manifest, usable, limit)
+            free = room if limit is None else max(0, min(room, limit - placement.tokens))
+            kv = self._layout.open(0, limit)
             attempt = await self._attempt(kv, tenant, manifest, ledger, placement, free)
             if attempt.fault is None:
                 return Restored(attempt.kv, attempt.source, attempt.codecs, fault, usable)
@@ -115,8 +113,13 @@ class ChunkReader:
             attempt.kv.close()
 
     @staticmethod
-    def _last_point(manifest: Manifest, usable: int) -> Placement:
-        points = [point for point in manifest.resume_points if point.position <= usable]
+    def _last_point(manifest: Manifest, usable: int, limit: int | None) -> Placement:
+        """Not one from before the window was made smaller: it holds more than there is memory for."""
+        points = [
+            point
+            for point in manifest.resume_points
+            if point.position <= usable and (limit is None or point.held.tokens <= limit)
+        ]
         return max(points, key=lambda point: point.position).held if points else Placement()
 
     def _needed(self, placement: Placement, group: int) -> tuple[Span, ...]:

@@ -23,7 +23,7 @@ from agentkv.api.openai.response_items import listed, opening_and_rest
 from agentkv.api.openai.translating import model_name
 from agentkv.api.streams import stream_answer
 from agentkv.engine.tokenbytes import token_bytes
-from agentkv.errors import InvalidRequest, SessionNotFound, Unsupported
+from agentkv.errors import InvalidRequest, ResponseNotFound, SessionNotFound, Unsupported
 from agentkv.schemas.messages import Message
 from agentkv.sessions.continuing import (
     Context,
@@ -206,7 +206,10 @@ async def _context(call: Call, body: ResponseBody | Counted, wanted: Wanted) -> 
             raise ConversationUnknown(f"there is no conversation {body.conversation_id!r}") from None
     if body.previous_response_id is None:
         return None
-    response = await sessions.repository.get_response(body.previous_response_id, sessions.tenant)
+    try:
+        response = await sessions.repository.get_response(body.previous_response_id, sessions.tenant)
+    except ResponseNotFound as error:
+        raise ResponseNotFound(error.response_id, param="previous_response_id") from None
     return await response_context(sessions, response, wanted)
 
 
