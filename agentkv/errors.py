@@ -157,7 +157,7 @@ class SessionBusy(AgentKVError):
 
     def __init__(self, session_id: str, *, retry_after: float = 1.0) -> None:
         super().__init__(
-            f"session {session_id} is busy with another turn; retry in {retry_after:.0f} s (in Python, wait=True waits for it)"
+            f"session {session_id} is busy with another turn; retry in {retry_after:.0f} s (in Python, wait=True waits)"
         )
         self.session_id = session_id
         self.retry_after = retry_after

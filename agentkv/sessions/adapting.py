@@ -67,5 +67,5 @@ def what_would_help(model: LoadedModel, pinned: Span) -> str:
     text = policy_text(policy)
     return (
         f"give the session a retention policy, which keeps the system prompt and what is recent: policy {text!r} when "
-        "it is created, or from the next turn on by session.set_policy (over HTTP: PATCH /v1/sessions/{id}); or send less"
+        "it is created, or from the next turn on by session.set_policy (HTTP: PATCH /v1/sessions/{id}); or send less"
     )
