@@ -25,6 +25,7 @@ from agentkv.sessions.chains import root
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import BY_ID, Caller, LedgerConflict, SessionRecord
 from agentkv.sessions.db.repository import Repository
+from agentkv.sessions.entering import TurnInput
 from agentkv.sessions.explaining import Explanation, explained
 from agentkv.sessions.hints import Hints
 from agentkv.sessions.histories import History
@@ -34,7 +35,7 @@ from agentkv.sessions.relief import relieved
 from agentkv.sessions.session import Session
 from agentkv.sessions.shared import Shared
 from agentkv.sessions.tiers import Tiers
-from agentkv.sessions.turn import Appended, Turn, TurnInput, events_of
+from agentkv.sessions.turn import Appended, Turn, events_of
 from agentkv.sessions.verifying import Verification, verified
 from agentkv.types import RestoreReport, SessionState, Span, Tier
 

@@ -12,7 +12,7 @@ from agentkv.errors import InvalidRequest
 from agentkv.schemas.messages import Message
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.db.records import ItemRecord, TurnRecord
-from agentkv.sessions.turn import Turn, TurnInput
+from agentkv.sessions.entering import TurnInput, item_records, rendered
 from agentkv.types import Span
 
 if TYPE_CHECKING:
@@ -35,15 +35,10 @@ async def noted(sessions: Sessions, session: Session, messages: Sequence[Message
 async def _note(sessions: Sessions, core: SessionCore, messages: tuple[Message, ...]) -> list[ItemRecord]:
     shared = sessions.shared
     async with core.turn(None):
-        turn = Turn(
-            core,
-            shared.model,
-            sessions.tiers,
-            TurnInput("append", messages),
-            default_max_tokens=shared.settings.max_tokens,
-            tool_format=shared.settings.tool_format,
-        )
-        items, ids = await turn.rendered()
+        request = TurnInput("append", messages)
+        await core.load(sessions.repository)
+        entered = await asyncio.to_thread(rendered, core, shared.model, request, shared.settings.tool_format)
+        items, ids = item_records(core, request, entered, Message(role="assistant", content=""), 0), entered.ids
         assert core.ledger is not None
         record, start = core.record, core.record.ledger_length
         added = TurnRecord(

@@ -26,9 +26,9 @@ from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.chains import digests, root_of
 from agentkv.sessions.db.records import Caller, ItemRecord, LedgerConflict, Node
 from agentkv.sessions.diverging import diverged
+from agentkv.sessions.entering import TurnInput
 from agentkv.sessions.histories import History, same_calls
 from agentkv.sessions.session import Session
-from agentkv.sessions.turn import TurnInput
 
 if TYPE_CHECKING:
     from agentkv.sessions.manager import Sessions

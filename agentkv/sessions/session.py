@@ -17,12 +17,13 @@ from agentkv.schemas.sampling import SamplingParams
 from agentkv.sessions.branches import Branch, edited, sampled
 from agentkv.sessions.branching import RewindReport
 from agentkv.sessions.core import SessionCore
+from agentkv.sessions.entering import TurnInput, public_item
 from agentkv.sessions.explaining import Explanation
 from agentkv.sessions.hints import HintOutcome
 from agentkv.sessions.reporting import session_usage
 from agentkv.sessions.spans import bytes_by_layers, gaps, held_spans, item_states
 from agentkv.sessions.stats import SessionUsage
-from agentkv.sessions.turn import Appended, TurnInput, public_item
+from agentkv.sessions.turn import Appended
 from agentkv.sessions.verifying import Verification
 from agentkv.types import ExportReport, ImportReport, RestoreReport, SessionState, Span, SuspendReport, Tier
 

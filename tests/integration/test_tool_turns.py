@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from agentkv import AgentKV, Done, Session, TextDelta, ToolCall, ToolCallEvent
 from agentkv.engine.sampling import Sampler
 from agentkv.errors import InvalidRequest, Unsupported
-from agentkv.sessions import turn as turns
+from agentkv.sessions import answering
 
 WORDS: Any = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [TOOL, {"type": "function", "function": WORDS}]
@@ -97,7 +97,7 @@ class Scripted(Sampler):
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``says(kv, text)``: what the model's next reply will be."""
-    monkeypatch.setattr(turns, "Sampler", Scripted)
+    monkeypatch.setattr(answering, "Sampler", Scripted)
 
     def set_script(kv: AgentKV, text: str, *, end: bool = True) -> list[int]:
         tokenizer = kv.model.tokenizer
