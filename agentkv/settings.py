@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -67,6 +69,21 @@ class Layered(BaseSettings):
     none of the fields is the home folder."""
 
     folder: ClassVar[Path | None] = None
+    others: ClassVar[tuple[str, ...]] = ()
+    """Variables that begin as these settings' do and are none of them; with a trailing ``_``, all that begin so."""
+
+    @classmethod
+    def unknown_variables(cls, environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+        """Variables that look like settings and are none, each with the name that may be meant."""
+        prefix = cls.model_config["env_prefix"]
+        known = [prefix + name.upper() for name in cls.model_fields]
+        return {
+            name: next(iter(get_close_matches(name.upper(), known, 1, 0.8)), None)
+            for name in environ
+            if name.upper().startswith(prefix)
+            and name.upper() not in known
+            and not any(name == other or (other.endswith("_") and name.startswith(other)) for other in cls.others)
+        }
 
     @classmethod
     def settings_customise_sources(
@@ -90,6 +107,10 @@ class Settings(Layered):
     """Configuration of one runtime. Every field is also ``AGENTKV_<NAME>`` and a TOML key."""
 
     model_config = SettingsConfigDict(env_prefix="AGENTKV_", extra="forbid", frozen=True, validate_default=True)
+    others: ClassVar[tuple[str, ...]] = (
+        "AGENTKV_SERVER_", "AGENTKV_TEST_", "AGENTKV_CONFIG", "AGENTKV_API_KEY",
+        "AGENTKV_AGAINST_KEY", "AGENTKV_FAULT", "AGENTKV_TRACES",
+    )  # fmt: skip
 
     home: Path = Field(default_factory=default_home, description="Folder of models, database and stored KV.")
     model: str = Field("smollm2-135m", description="Catalogue name, local folder, or Hugging Face id.")

@@ -29,6 +29,8 @@ async def serve(settings: Settings, server: ServerSettings, *, ready: Callable[[
     ``ready`` gets the URL once requests are answered. Raises what opening the runtime raises, and ``InvalidRequest``
     where the address cannot be listened on.
     """
+    for name, meant in server.unknown_variables().items():
+        log.warning("unknown_variable", name=name, meant=meant)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

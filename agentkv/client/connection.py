@@ -13,6 +13,7 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from agentkv import errors
+from agentkv.policies.retention import RetentionPolicy, policy_text
 from agentkv.schemas.messages import Message
 
 __all__ = ["Connection", "RemoteFailure", "reader"]
@@ -104,6 +105,14 @@ def reader(kind: Any) -> TypeAdapter[Any]:
 def plain(value: Any) -> Any:
     if isinstance(value, Message):
         return value.canonical()
+    if isinstance(value, RetentionPolicy):
+        return policy_text(value)
+    if isinstance(value, type):
+        raise errors.Unsupported(
+            f"sending the class {value.__name__}",
+            "over HTTP a schema is JSON: pass response_format={'type': 'json_schema', 'json_schema': {'name': …, "
+            f"'schema': {value.__name__}.model_json_schema()}}}} and read the reply's text",
+        )
     if callable(dump := getattr(value, "model_dump", None)):
         return dump(exclude_none=True)
     raise errors.InvalidRequest(f"a {type(value).__name__} cannot be sent as JSON")

@@ -14,6 +14,7 @@ stores it, and is not stored twice. ::
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -74,6 +75,7 @@ class AgentKVSession:
         self._own = self._openai is not client
         self._seen: str | None = None
         self._looked = False
+        self._writing = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<AgentKVSession {self.session_id!r} at {self._openai.base_url}>"
@@ -98,8 +100,11 @@ class AgentKVSession:
 
         Begins the thread where there is none. Items that a session cannot hold (images, reasoning …) are refused.
         """
-        if not items:
-            return
+        if items:
+            async with self._writing:
+                await self._add(items)
+
+    async def _add(self, items: list[TResponseInputItem]) -> None:
         conversation = await self._conversation() or await self._begin()
         try:
             said, by_id = await self._items(conversation, behind=self._seen), not self._looked
@@ -114,19 +119,21 @@ class AgentKVSession:
 
     async def pop_item(self) -> TResponseInputItem | None:
         """Take the last item back. The KV of all before it stays."""
-        conversation = await self._conversation()
-        last = [] if conversation is None else await self._items(conversation, 2)
-        if not last:
-            return None
-        await self._ask("DELETE", f"/conversations/{conversation}/items/{last[-1]['id']}")
-        self._saw(last[0]["id"] if len(last) > 1 else None)
-        return cast("TResponseInputItem", last[-1])
+        async with self._writing:
+            conversation = await self._conversation()
+            last = [] if conversation is None else await self._items(conversation, 2)
+            if not last:
+                return None
+            await self._ask("DELETE", f"/conversations/{conversation}/items/{last[-1]['id']}")
+            self._saw(last[0]["id"] if len(last) > 1 else None)
+            return cast("TResponseInputItem", last[-1])
 
     async def clear_session(self) -> None:
         """Delete the session with its KV. The next item begins it anew, under the same name."""
-        if await self._conversation() is not None:
-            await self._ask("DELETE", self._path)
-        self._saw(None)
+        async with self._writing:
+            if await self._conversation() is not None:
+                await self._ask("DELETE", self._path)
+            self._saw(None)
 
     async def close(self) -> None:
         """Give connections back, where they are not those of a client that was passed. Idempotent."""

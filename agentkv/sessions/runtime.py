@@ -104,6 +104,8 @@ class AgentKV:
 
     async def _open(self) -> None:
         settings = self.settings
+        for name, meant in settings.unknown_variables().items():
+            log.warning("unknown_variable", name=name, meant=meant)
         await asyncio.to_thread(load_plugins)
         parse_policy(settings.default_policy)
         residency = parse_residency(settings.residency)

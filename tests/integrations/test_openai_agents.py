@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -193,6 +194,16 @@ async def test_what_is_added_is_kept_without_a_run_and_a_history_can_be_brought_
         await other.add_items(many)
         assert [item["content"][0]["text"] for item in await other.get_items()] == [str(n) for n in range(120)]  # type: ignore
         assert len(await other.get_items(101)) == 101
+
+
+async def test_items_that_are_added_at_once_are_all_there(served: Served) -> None:
+    """Each waits for the one before: the server takes one at a time, and the client here does not ask again."""
+    async with Talking(served) as talking:
+        words = [f"word {n}" for n in range(6)]
+        adds = [talking.session.add_items([{"role": "user", "content": word}]) for word in words]
+        await asyncio.gather(*adds)
+        found: list[Any] = await talking.session.get_items()
+        assert [item["content"][0]["text"] for item in found] == words
 
 
 async def test_what_a_session_cannot_hold_is_refused_by_its_name(served: Served) -> None:
