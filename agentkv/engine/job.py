@@ -17,7 +17,7 @@ from agentkv.kv.contract import CapturedPart, SequenceKV, Undo
 from agentkv.logs import Log, fault
 from agentkv.types import FinishReason, Span
 
-__all__ = ["Generation", "Job", "JobResult", "TokenSink", "Verdict"]
+__all__ = ["Generation", "Job", "JobResult", "TokenSink", "Verdict", "longest_piece"]
 
 log = Log(__name__)
 
@@ -177,6 +177,11 @@ class Job:
             first_token_seconds=first_token,
             windows=self.windows,
         )
+
+
+def longest_piece(piece: int) -> int:
+    """Most tokens of a step of a job whose pieces have ``piece`` tokens."""
+    return piece + (piece - 1) // 4
 
 
 def _cut(span: Span, piece: int) -> list[Span]:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentkv.engine.adapter import ATTENTION_NAME, ModelAdapter
 from agentkv.engine.engine import Engine
 from agentkv.engine.grammars import Grammars
+from agentkv.engine.job import longest_piece
 from agentkv.engine.packing import pack_linears
 from agentkv.errors import InvalidRequest, ModelUnavailable
 from agentkv.kv.contract import LAYOUTS, Layout
@@ -100,7 +101,7 @@ def load(local: LocalModel, settings: Settings) -> LoadedModel:
     if adapter.switches:
         layout.rebase_at = 0  # at each eviction: the next position is then what is held, which the window bounds
     piece = settings.prefill_tokens or (_CPU_PIECE if device.type == "cpu" else _CUDA_PIECE)
-    layout.expect_pieces(piece)
+    layout.expect_pieces(longest_piece(piece))
     tokenizer = _tokenizer(local)
     end_ids = _end_ids(model, tokenizer)
     grammars = Grammars(tokenizer, adapter.vocab_size, end_ids)

@@ -114,7 +114,9 @@ class ContiguousKV(PlacedKV):
             ((lo, hi),) = slices(before.kept, (run,))
             for index, buffers in enumerate(self._groups):
                 if buffers.group.window is None:
-                    saved.append(CapturedPart(index, run, to_cpu(cloned(buffers.block(lo, hi)))))
+                    block = buffers.block(lo, hi)
+                    host = cloned(block) if buffers.device.type == "cpu" else to_cpu(block)
+                    saved.append(CapturedPart(index, run, host))
         undo.evicted += saved  # all of them or none
 
     def crop(self, length: int) -> None:

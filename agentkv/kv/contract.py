@@ -82,13 +82,16 @@ class Undo:
 class Evictions:
     """What the evictions of a turn may take beside the tokens that are held at its end.
 
-    ``turned``: so many of the first tokens may be turned on from their masters, and the masters stay. ``new``: tokens
-    that a state computes in the turn, evicted ones included, all that it will have gone through where it is new: until
-    it can be taken back no more, they may be held beside the old.
+    ``new``: tokens that a state takes in the turn, evicted ones included, restored ones where it is new: until the turn
+    can be taken back no more, they may be held beside the old. ``turned``: so many of the first tokens may be turned on
+    from their masters, and the masters stay. ``scattered``: what stays may lie in many pieces. ``rebases``: positions
+    may count anew, which turns all that is held, sliding windows too.
     """
 
-    turned: int
     new: int
+    turned: int = 0
+    scattered: bool = False
+    rebases: bool = False
 
 
 class SequenceKV(ABC):

@@ -44,7 +44,8 @@ def _grown(capacity: int, needed: int, limit: int | None = None) -> int:
     grown = _STEP
     while grown < needed:
         grown = _rounded(int(grown * _GROWTH))
-    return grown if limit is None else max(min(grown, _rounded(limit)), _rounded(needed))
+    # A limit that was left behind is the past's: the session's policy has changed.
+    return grown if limit is None or needed > limit else min(grown, _rounded(limit))
 
 
 def _opening(group: LayerGroup, tokens: int) -> int:

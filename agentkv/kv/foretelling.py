@@ -31,13 +31,15 @@ def beside_slots(
     geometry: KVGeometry, kv: SequenceKV | None, tokens: int, evictions: Evictions | None, capacities: list[int]
 ) -> int:
     """Bytes of masters, and of the copies of windows that an undo record makes. ``capacities``: each group's slots."""
-    turned, total = 0 if evictions is None else evictions.turned, 0
+    turned, rebases, total = 0, False, 0
+    if evictions is not None:
+        turned, rebases = tokens if evictions.rebases else min(evictions.turned, tokens), evictions.rebases
     for index, (group, capacity) in enumerate(zip(geometry.groups, capacities, strict=True)):
         standing = kv.buffers(index).moved if isinstance(kv, ContiguousKV) else 0
         if group.window is None:
-            masters = max(standing, min(turned, tokens))
-        else:  # positions that count anew, which moves all that is held, are all that moves a window
-            masters = capacity if turned and turned >= tokens else standing
+            masters = max(standing, turned)
+        else:
+            masters = capacity if rebases else standing
             total += in_window(group, tokens, evictions) * group.values_per_token
         rotated = sum(geometry.rotations[layer] is not None for layer in group.layers) if geometry.rotations else 0
         total += masters * rotated * group.kv_heads * group.key_dim

@@ -18,12 +18,13 @@ from agentkv.errors import InvalidRequest
 from agentkv.kv.attention import attend
 from agentkv.kv.contract import LAYOUTS, AttentionTraits, Evictions, Layout, SequenceKV, Slot
 from agentkv.kv.dynamic import DynamicLayout
+from agentkv.kv.foretelling import new_tokens
 from agentkv.kv.offloaded_staging import Prefetcher
 from agentkv.kv.paged import PagedLayout
 from agentkv.kv.shares import Gathers, Share
 from agentkv.kv.stepping import joined
 from agentkv.kv.wrapped import WrappedKV
-from agentkv.types import KVGeometry, Span
+from agentkv.types import KVGeometry, LayerGroup, Span
 
 __all__ = ["OffloadedKV", "OffloadedLayout", "OffloadedPagedLayout"]
 
@@ -87,14 +88,13 @@ class OffloadedLayout(Layout[OffloadedPlan]):
         self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
     ) -> int:
         """On the device: the session's share of the staging buffers. In host memory: ``host_bytes_needed``."""
-        g = self.geometry
-        return (
-            2
-            * g.itemsize
-            * max(
-                group.values_per_token // len(group.layers) * min(tokens, group.window or tokens) for group in g.groups
-            )
-        )
+        g, new = self.geometry, new_tokens(kv, tokens, evictions)
+
+        def a_layer(group: LayerGroup) -> int:
+            seen = tokens if group.window is None else min(tokens, group.window + min(self.piece_tokens, new))
+            return group.values_per_token // len(group.layers) * seen
+
+        return 2 * g.itemsize * max(a_layer(group) for group in g.groups)
 
     def host_bytes_needed(self, kv: SequenceKV | None, tokens: int, limit: int | None = None) -> int:
         """Bytes of host memory that ``kv`` (or a new state) will have reserved once it holds ``tokens`` tokens."""

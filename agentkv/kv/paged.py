@@ -268,14 +268,17 @@ class PagedLayout(PagedStepping):
         new = evictions.new if evictions is not None else max(0, tokens - (0 if kv is None else kv.tokens))
         for index, (group, pool) in enumerate(zip(self.geometry.groups, self.pools, strict=True)):
             table = kv.table(index) if isinstance(kv, PagedKV) else PageTable(pool)
-            most = tokens
-            if evictions is not None and evictions.turned >= tokens:
-                most *= 4  # a policy that takes here and there leaves pages with few tokens: a quarter, say
-            elif evictions is not None and kv is None:
-                most *= 2  # first what is restored, then what is new
-            live = min(new, most)
-            if group.window is not None:
+            if group.window is None:
+                most = tokens
+                if evictions is not None and evictions.scattered:
+                    most *= 4  # pages with few tokens left in them: a quarter, say
+                elif evictions is not None and kv is None:
+                    most *= 2  # first what is restored, then what is new
+                live = min(new, most)
+            else:
                 live = min(new, group.window + self.piece_tokens)
+                if kv is None:  # the record holds the window that was restored
+                    live += min(group.window, tokens)
             pages = max(0, -(-(live - table.room) // self.page_tokens))
             # Where a page is shared it is copied; a cut, or the window's start, may fall inside one.
             pages += table.shared_page + (evictions is not None or group.window is not None)

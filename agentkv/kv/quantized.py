@@ -121,16 +121,18 @@ class QuantizedLayout(QuantizedStepping):
         aged = self.recent_tokens + grid
         piece = min(self.piece_tokens, new_tokens(kv, tokens, evictions))
         exact = min(tokens, aged + piece)
-        widest = max(group.window or 0 for group in self.geometry.groups) + piece
-        turns = None if evictions is None else Evictions(exact, min(evictions.new, max(exact, widest)))
+        # Its sliding windows are whole, however few tokens its full groups hold exactly.
+        widest = max(group.window or 0 for group in self.geometry.groups)
+        rebases = evictions is not None and evictions.rebases
+        turns = Evictions(max(exact, widest + piece), 0 if evictions is None else exact, rebases=rebases)
         if live is None:
             # It grows from what aging leaves: by half at most beyond what it needs.
             peak = exact if tokens <= aged else exact * 3 // 2 + grid
             total = self.inner.bytes_needed(None, peak, None, turns)
-            total += self.inner.bytes_needed(None, min(tokens, aged))
+            total += self.inner.bytes_needed(None, min(tokens, aged), None, Evictions(max(aged, widest)))
         else:
             most = min(live.inner.tokens + piece, exact)
-            grown = self.inner.bytes_needed(live.inner, most, None, turns or Evictions(0, piece))
+            grown = self.inner.bytes_needed(live.inner, most, None, turns)
             total = max(grown, self.inner.bytes_needed(None, exact * 3 // 2 + grid, None, turns)) + live.inner.nbytes
         quantised = tokens if tokens >= self.recent_tokens else 0
         if quantised:

@@ -117,6 +117,7 @@ class RecurrentKV(WrappedKV):
     def nbytes(self) -> int:
         undo = self._undo.state if self._undo is not None else {}
         beside = sum(block.nbytes for block in self._restoring.values())
+        beside += _nbytes(self._after[1]) if self._after is not None else 0
         return self.inner.nbytes + _nbytes(self._state) + (_nbytes(undo) if undo is not self._state else 0) + beside
 
     @property
@@ -269,9 +270,9 @@ class RecurrentLayout(Layout[RecurrentStep]):
     def bytes_needed(
         self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
     ) -> int:
-        """With two states: the present one, and that of an undo record."""
+        """With three states: the present one, what a step makes of it, and that of an undo record."""
         inner = kv.inner if isinstance(kv, RecurrentKV) else None
-        return self.inner.bytes_needed(inner, tokens, limit, evictions) + 2 * self.state_nbytes
+        return self.inner.bytes_needed(inner, tokens, limit, evictions) + 3 * self.state_nbytes
 
     def plan(self, slots: Sequence[Slot]) -> RecurrentStep:
         return RecurrentStep(tuple(slots))

@@ -151,7 +151,7 @@ class Branching:
         if place.kv is None:
             return fork
         room = self._tiers.residency
-        if not room.take_free(fork, place.kv.tokens):
+        if not room.take_bytes(fork, place.kv.nbytes):
             place.close()
             return fork
         fork.kv, fork.state = place.kv, SessionState.LIVE

@@ -345,7 +345,7 @@ class Sessions:
         async with core.gate:
             core.check_open()
             await self.tiers.behind.flush(core)
-            await self.tiers.residency.reserve(core, core.record.ledger_length)
+            await self.tiers.residency.reserve(core, core.record.held.tokens)
             try:
                 return await verified(core, tokens, self._model, self.tiers)
             finally:
@@ -355,7 +355,7 @@ class Sessions:
         """See ``Session.resume``."""
         async with core.gate:
             core.check_open()
-            tokens = core.record.ledger_length
+            tokens = core.record.held.tokens
 
             async def attempt() -> RestoreReport:
                 await self.tiers.residency.reserve(core, tokens)

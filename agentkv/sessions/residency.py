@@ -16,6 +16,7 @@ from agentkv.kv.contract import Evictions, Layout
 from agentkv.kv.turning import turned_of
 from agentkv.logs import Log, fault
 from agentkv.policies.residency import ResidencyPolicy, SessionFacts, plan
+from agentkv.policies.retention.sink import ATTENTION_SINKS
 from agentkv.sessions.admission import Admission, QueueFull
 from agentkv.sessions.core import SessionCore
 from agentkv.sessions.rates import Rates
@@ -76,7 +77,7 @@ class Residency:
             self._tiers.observer.refused(core, needed)
             raise CapacityExceeded(
                 f"this conversation needs {needed:,} bytes of KV on the device, the whole budget is {self.budget:,}: "
-                f"{self._advice()}, or raise device_budget",
+                f"{self._advice(core.record.pinned)}, or raise device_budget",
                 needed=needed,
                 available=self.budget,
                 budget=self.budget,
@@ -107,7 +108,11 @@ class Residency:
 
     def take_free(self, core: SessionCore, tokens: int) -> bool:
         """``reserve`` as far as memory is free: nobody gives way, and nobody who waits is passed."""
-        return not self.admission.waiting and self._fits(core, self._needed(core, tokens))
+        return self.take_bytes(core, self._needed(core, tokens))
+
+    def take_bytes(self, core: SessionCore, nbytes: int) -> bool:
+        """The same for a state that is known to take so many."""
+        return not self.admission.waiting and self._fits(core, nbytes)
 
     def reserve_copies(self, core: SessionCore, tokens: int, copies: int) -> None:
         """Count so many copies of ``core``'s state, each of ``tokens`` tokens, until ``settle``.
@@ -115,8 +120,8 @@ class Residency:
         ``CapacityExceeded`` where they do not fit what is free: nobody gives way, and nobody is waited for.
         """
         limit = core.limit(self.context)
-        evictions = self._evictions(core, tokens)
-        needed = copies * self._layout.bytes_needed(None, min(tokens, limit), limit, evictions)
+        # They have its capacity from the start, and its masters.
+        needed = copies * self._layout.bytes_needed(core.kv, min(tokens, limit), limit, self._evictions(core, tokens))
         free = self.budget - self.used
         if needed > free:
             self._tiers.observer.refused(core, needed)
@@ -130,12 +135,14 @@ class Residency:
             )
         core.reserved += needed
 
-    def tokens_within(self, nbytes: int) -> int:
-        """Most tokens, of those that the model attends to, whose KV takes at most so many bytes."""
+    def tokens_within(self, nbytes: int, pinned: int | None = None) -> int:
+        """Most tokens, of those that the model attends to, whose KV takes at most so many bytes; with ``pinned``: as a
+        window that always begins with so many."""
         low, high = 0, min(self.context, 2**20)
         while low < high:
             middle = (low + high + 1) // 2
-            if self._layout.bytes_needed(None, middle, middle) <= nbytes:
+            evictions = None if pinned is None else Evictions(2 * middle, pinned)
+            if self._layout.bytes_needed(None, middle, middle, evictions) <= nbytes:
                 low = middle
             else:
                 high = middle - 1
@@ -201,16 +208,26 @@ class Residency:
         return self._layout.bytes_needed(core.kv, min(tokens, limit), limit, self._evictions(core, tokens))
 
     def _evictions(self, core: SessionCore, tokens: int) -> Evictions | None:
-        """What those of a turn that leads to ``tokens``, evicted ones included, may take."""
-        placement = core.record.held if core.kv is None else core.kv.placement
-        policy, new = core.policy, tokens if core.kv is None else tokens - placement.tokens
-        if policy.window is None or (tokens <= policy.window and placement.trivial):
-            return None if placement.trivial else Evictions(turned_of(placement), new)
-        if placement.next_position + tokens - placement.tokens > self._layout.rebase_at:
-            turned = core.limit(self.context)  # positions count anew: all that is held moves
-        else:
-            turned = max(turned_of(placement), policy.turned_tokens(Span(0, core.record.pinned)))
-        return Evictions(turned, new)
+        """What those of a turn that leads to ``tokens``, evicted ones included, may take; of a restore, too."""
+        record, policy = core.record, core.policy
+        placement = record.held if core.kv is None else core.kv.placement
+        if placement.trivial and (policy.window is None or tokens <= policy.window):
+            return None
+        added = tokens - record.held.tokens
+        # A live state may be short of the last commit, and catches up.
+        new = tokens if core.kv is None else max(0, record.kv_length + added - core.kv.length)
+        widest = max((group.window or 0 for group in self._layout.geometry.groups), default=0)
+        rebased = bool(placement.bases) and placement.bases[-1][0] > placement.length - widest
+        turned = turned_of(placement)
+        if policy.window is None or not new or (core.kv is None and not added):
+            return Evictions(new, turned, rebases=rebased)
+        foreseen = policy.turned_tokens(Span(0, record.pinned))
+        return Evictions(
+            new,
+            max(turned, foreseen),
+            scattered=foreseen >= policy.window,
+            rebases=rebased or placement.next_position + new > self._layout.rebase_at,
+        )
 
     def _fits(self, core: SessionCore, needed: int) -> bool:
         if self.used - core.reserved + needed > self.budget:
@@ -258,8 +275,8 @@ class Residency:
         except StorageError as error:
             log.error("waits_with_its_memory", session=core.id, **fault(error))
 
-    def _advice(self) -> str:
+    def _advice(self, pinned: int) -> str:
         """A policy that would fit, or another layout."""
-        most = self.tokens_within(self.budget)
+        most = self.tokens_within(self.budget, max(ATTENTION_SINKS, pinned))
         window = most // 256 * 256 or most
         return f"policy 'sink:{window}' would fit" if window >= 32 else "no policy would fit"

@@ -84,24 +84,26 @@ class ChunkReader:
         tenant: str,
         manifest: Manifest,
         ledger: array[int],
-        room: int,
+        holds: int,
         *,
         limit: int | None = None,
         points: bool = False,
     ) -> Restored:
         """Build the state at the manifest's last resume point, or the last one that is intact.
 
-        ``tenant``: whose chunks these must be. ``room``: tokens to reserve beyond; ``limit``: tokens that the state
-        will ever hold. ``points``: only resume points will do, since the session evicts. Chunks are looked for in host
-        memory, then on disk.
+        ``tenant``: whose chunks these must be. ``holds``: tokens to make room for, those that come back included;
+        ``limit``: tokens that the state will ever hold. ``points``: only resume points will do, since the session
+        evicts. Chunks are looked for in host memory, then on disk.
         """
         fault: ChunkFault | None = None
         usable = manifest.length
         anywhere = not points and all(window is None for window in self._windows)
         while True:
-            placement = Placement.whole(usable) if anywhere else self._last_point(manifest, usable, limit)
-            free = room if limit is None else max(0, min(room, limit - placement.tokens))
-            kv = self._layout.open(0, limit)
+            placement = Placement.whole(usable) if anywhere else self._last_point(manifest, usable)
+            # An old resume point may hold more than the session's limit by now, and a turn may be longer than a window.
+            most = None if limit is None else max(limit, placement.tokens)
+            free = max(0, (holds if most is None else min(holds, most)) - placement.tokens)
+            kv = self._layout.open(0, most)
             attempt = await self._attempt(kv, tenant, manifest, ledger, placement, free)
             if attempt.fault is None:
                 return Restored(attempt.kv, attempt.source, attempt.codecs, fault, usable)
@@ -113,13 +115,8 @@ class ChunkReader:
             attempt.kv.close()
 
     @staticmethod
-    def _last_point(manifest: Manifest, usable: int, limit: int | None) -> Placement:
-        """Not one from before the window was made smaller: it holds more than there is memory for."""
-        points = [
-            point
-            for point in manifest.resume_points
-            if point.position <= usable and (limit is None or point.held.tokens <= limit)
-        ]
+    def _last_point(manifest: Manifest, usable: int) -> Placement:
+        points = [point for point in manifest.resume_points if point.position <= usable]
         return max(points, key=lambda point: point.position).held if points else Placement()
 
     def _needed(self, placement: Placement, group: int) -> tuple[Span, ...]:

@@ -175,7 +175,7 @@ class Tiers:
             # Another model's KV: its bytes make room for this one's.
             await self._forget(core, 0)
             await self._claim(core)
-            core.kv = self.open(core)
+            core.kv = self.open(core, core.record.held.tokens + room)
             return RestoreReport("recompute", 0, 0.0, None, "fingerprint: stored by another model", expected)
         manifest = (await self.repository.manifest(core.id)).up_to(expected)
         core.stored, core.snapped, core.sealed = manifest.length, None, self.writer.sealed(manifest)
@@ -186,9 +186,9 @@ class Tiers:
             return choice.told(await self._recomputed(core, expected + room, compute, choice.reason))
         fault_point("restore.before_read")
         limit = core.limit(self._context)
-        room = min(room, limit)
+        holds = core.record.held.tokens + room  # also where less than that comes back
         restored = await self._reader.restore(
-            core.record.tenant, manifest, ledger, room, limit=limit, points=core.evicts
+            core.record.tenant, manifest, ledger, holds, limit=limit, points=core.evicts
         )
         kv = restored.kv
         tokens = kv.length

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentkv.kv.contract import Evictions, Layout, SequenceKV
+from agentkv.kv.turning import turned_of
 from agentkv.types import Placement
 
 __all__ = ["evictions_of", "watched_turn"]
@@ -14,13 +15,11 @@ __all__ = ["evictions_of", "watched_turn"]
 def evictions_of(placement: Placement, window: int, sinks: int | None, new: int, rebase_at: int) -> Evictions | None:
     """What a turn of ``new`` tokens may need beside what it holds, under a policy that keeps ``sinks`` first tokens and
     the last ones (``None``: any). As residency reckons it."""
-    from agentkv.kv.turning import turned_of
-
     if placement.tokens + new <= window and placement.trivial:
         return None
-    if sinks is None or placement.next_position + new > rebase_at:
-        return Evictions(max(window, placement.tokens), new)
-    return Evictions(max(turned_of(placement), sinks), new)
+    turned = max(turned_of(placement), max(window, placement.tokens) if sinks is None else sinks)
+    rebases = bool(placement.bases) or placement.next_position + new > rebase_at
+    return Evictions(new, turned, scattered=sinks is None, rebases=rebases)
 
 
 def watched_turn(

@@ -388,7 +388,9 @@ class LayoutMachine(RuleBasedStateMachine):
         twin = kv.fork() if forked else None
         placement, free = state.kv.placement, min(room, state.room)
         most = max(opened, placement.tokens + free)
-        needed = self.layout.bytes_needed(None, most, LIMIT, Evictions(turned_of(placement), most))
+        needed = self.layout.bytes_needed(
+            None, most, LIMIT, Evictions(most, turned_of(placement), rebases=bool(placement.bases))
+        )
         kv.place(placement, free)
         for part in parts:
             for piece in part.span.split(cut):
