@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 from homes import chat_folder, opened
+from pydantic import BaseModel
 from served import Served
 
-from agentkv import errors
+from agentkv import SinkWindow, errors
 from agentkv.client import AgentKV, AsyncAgentKV, RemoteFailure
 from agentkv.schemas.replies import Begun, Done, TextDelta
+
+
+class City(BaseModel):
+    name: str
+
 
 SYSTEM = "You are a helpful assistant."
 SHORT = {"max_tokens": 5}
@@ -88,6 +94,21 @@ async def test_rest_hints_moving_and_the_end(kv: Any, tmp_path: Path) -> None:
     assert await session.delete() >= 0
     with pytest.raises(errors.SessionNotFound):
         await kv.sessions.get(session.id)
+
+
+async def test_policies_can_be_objects(kv: Any) -> None:
+    session = await kv.sessions.create(SYSTEM, policy=SinkWindow(600))
+    assert (await session.state()).policy.startswith("sink:600")
+    await session.set_policy(SinkWindow(700))
+    assert (await session.state()).policy.startswith("sink:700")
+
+
+async def test_a_schema_over_http_is_no_class(served: Served) -> None:
+    async with AsyncAgentKV(served.url) as kv:
+        session = await kv.sessions.create(SYSTEM)
+        with pytest.raises(errors.Unsupported, match=r"City.*response_format"):
+            await session.send("Hello", schema=City, **SHORT)
+        assert (await session.state()).turns == 0
 
 
 async def test_errors_are_the_same(kv: Any, tmp_path: Path) -> None:

@@ -221,8 +221,9 @@ def test_a_deleted_response_and_one_that_was_not_stored_are_not_found(client: Op
             client.responses.delete(name)
         with pytest.raises(NotFoundError):
             client.responses.cancel(name)
-        with pytest.raises(NotFoundError):
+        with pytest.raises(NotFoundError) as missing:
             Answered(client, "On.", previous_response_id=name)
+        assert missing.value.param == "previous_response_id"
 
 
 @pytest.mark.parametrize(
