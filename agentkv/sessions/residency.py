@@ -153,7 +153,10 @@ class Residency:
         core.drop_closed()
         if core.kv is not None:
             core.kv.settle()
-        core.reserved = core.kv.nbytes if core.kv is not None else 0
+        nbytes = core.kv.nbytes if core.kv is not None else 0
+        if nbytes > core.reserved:
+            log.warning("outgrew", session=core.id, nbytes=nbytes, reserved=core.reserved, policy=core.record.policy)
+        core.reserved = nbytes
         self.admission.freed()
 
     def facts(self, core: SessionCore, now: float) -> SessionFacts:
