@@ -284,6 +284,10 @@ class Layout(ABC, Generic[Meta]):
         self.geometry = geometry
         self.device = device
 
+    def grown(self, tokens: int) -> int:
+        """Tokens that a state has room for once it has grown to hold so many; not fewer for more."""
+        return tokens
+
     def expect_pieces(self, tokens: int) -> None:
         """Steps will have at most so many new tokens of one session."""
         self.piece_tokens = tokens

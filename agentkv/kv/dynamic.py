@@ -91,6 +91,9 @@ class DynamicLayout(ContiguousLayout):
     def open(self, tokens: int = 0, limit: int | None = None) -> DynamicKV:
         return DynamicKV(self.geometry, self.device, tokens, limit, self.rebase_at)
 
+    def grown(self, tokens: int) -> int:
+        return _grown(_STEP, tokens)
+
     def bytes_needed(
         self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
     ) -> int:

@@ -126,14 +126,13 @@ class QuantizedLayout(QuantizedStepping):
         rebases = evictions is not None and evictions.rebases
         turns = Evictions(max(exact, widest + piece), 0 if evictions is None else exact, rebases=rebases)
         if live is None:
-            # It grows from what aging leaves: by half at most beyond what it needs.
-            peak = exact if tokens <= aged else exact * 3 // 2 + grid
+            peak = exact if tokens <= aged else self.inner.grown(exact)  # from what aging leaves
             total = self.inner.bytes_needed(None, peak, None, turns)
             total += self.inner.bytes_needed(None, min(tokens, aged), None, Evictions(max(aged, widest)))
         else:
             most = min(live.inner.tokens + piece, exact)
             grown = self.inner.bytes_needed(live.inner, most, None, turns)
-            total = max(grown, self.inner.bytes_needed(None, exact * 3 // 2 + grid, None, turns)) + live.inner.nbytes
+            total = max(grown, self.inner.bytes_needed(None, self.inner.grown(exact), None, turns)) + live.inner.nbytes
         quantised = tokens if tokens >= self.recent_tokens else 0
         if quantised:
             a_token = sum(g.values_per_token for g in self._full_groups()) * self.geometry.itemsize

@@ -263,5 +263,5 @@ def test_the_suite_finds(name: str) -> None:
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, IndexError)):  # a pool that was told lies may run out of its own list first
         run_state_machine_as_test(layout_machine(CONTROLS[name]), settings=quick)
