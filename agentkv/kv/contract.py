@@ -101,6 +101,8 @@ class SequenceKV(ABC):
     """
 
     geometry: KVGeometry
+    limit: int | None = None
+    """Tokens that it will hold at most: it makes no room for more, as long as that suffices."""
 
     @property
     @abstractmethod
@@ -303,7 +305,8 @@ class Layout(ABC, Generic[Meta]):
         self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
     ) -> int:
         """Most bytes that ``kv`` (or a new state, opened for ``tokens``) will have reserved on its way to ``tokens``
-        tokens, in a turn that can be taken back. Without ``evictions`` there are none."""
+        tokens, in a turn that can be taken back. Without ``evictions`` there are none. ``limit`` is that of a new
+        state; ``kv`` has its own."""
 
     @abstractmethod
     def plan(self, slots: Sequence[Slot]) -> Meta:

@@ -19,6 +19,14 @@ class WrappedKV(SequenceKV):
         self.inner = inner
 
     @property
+    def limit(self) -> int | None:
+        return self.inner.limit
+
+    @limit.setter
+    def limit(self, tokens: int | None) -> None:
+        self.inner.limit = tokens
+
+    @property
     def length(self) -> int:
         return self.inner.length
 

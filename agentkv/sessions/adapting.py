@@ -66,6 +66,7 @@ def what_would_help(model: LoadedModel, pinned: Span) -> str:
         return "system prompt and tools leave no room for more; start a new session with shorter ones, or send less"
     text = policy_text(policy)
     return (
-        f"give the session a retention policy, which keeps the system prompt and what is recent: policy {text!r} when "
-        "it is created, or from the next turn on by session.set_policy (HTTP: PATCH /v1/sessions/{id}); or send less"
+        f"give the session a retention policy, which keeps the system prompt and what is recent: create it with "
+        f"policy={text!r}, or from the next turn on session.set_policy({text!r}), over HTTP PATCH /v1/sessions/{{id}}; "
+        "or send less"
     )

@@ -207,8 +207,16 @@ class Residency:
         )
 
     def _needed(self, core: SessionCore, tokens: int) -> int:
-        limit = core.limit(self.context)
-        return self._layout.bytes_needed(core.kv, min(tokens, limit), limit, self._evictions(core, tokens))
+        limit, kv = core.limit(self.context), core.kv
+        evictions, tokens = self._evictions(core, tokens), min(tokens, limit)
+        if kv is None:
+            return self._layout.bytes_needed(None, tokens, limit, evictions)
+        kv.limit = limit
+        needed = self._layout.bytes_needed(kv, tokens, limit, evictions)
+        if needed > self.budget:  # with room to grow; this turn will do without
+            kv.limit = tokens
+            needed = self._layout.bytes_needed(kv, tokens, tokens, evictions)
+        return needed
 
     def _evictions(self, core: SessionCore, tokens: int) -> Evictions | None:
         """What those of a turn that leads to ``tokens``, evicted ones included, may take; of a restore, too."""
