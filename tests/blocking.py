@@ -41,10 +41,12 @@ def _made() -> BlockBuster:
     for function in guard.functions.values():
         function.can_block_predicate = partial(_may_block, function.can_block_predicate)
         # A log is written as `logging` does. Settings are read by a plain constructor. A database that is new, or of an
-        # older version, is migrated where it is opened, before anybody is served from it.
+        # older version, is migrated where it is opened, before anybody is served from it. asyncpg looks for a password
+        # file when it connects.
         function.can_block_in("agentkv/logs.py", "_write")
         function.can_block_in("agentkv/settings.py", ("__init__", "settings_customise_sources"))
         function.can_block_in("agentkv/sessions/db/upgrade.py", "_migrate")
+        function.can_block_in("asyncpg/connect_utils.py", ("_read_password_file", "_parse_connect_dsn_and_args"))
     return guard
 
 
