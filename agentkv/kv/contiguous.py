@@ -30,6 +30,10 @@ class ContiguousKV(PlacedKV):
     def _room(self, buffers: GroupBuffers, used: int, more: int) -> int:
         """Capacity for ``used`` slots of which none may be lost, and ``more``; at least the present one."""
 
+    def _left(self, buffers: GroupBuffers, used: int) -> int:
+        """Capacity once evictions have left ``used`` slots, which are moved in any case."""
+        return self._room(buffers, used, 0)
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @property
@@ -100,7 +104,7 @@ class ContiguousKV(PlacedKV):
             else:
                 continue
             deltas = self._deltas(self.placement, self._held(buffers))
-            buffers.seat(rows, deltas, self._room(buffers, self.used(buffers), 0))
+            buffers.seat(rows, deltas, self._left(buffers, self.used(buffers)))
 
     def _save_evicted(self, before: Placement, kept: Sequence[Span]) -> None:
         """Evicted tokens that the open undo record will want back: copied to host memory."""

@@ -81,6 +81,12 @@ class DynamicKV(ContiguousKV):
     def _room(self, buffers: GroupBuffers, used: int, more: int) -> int:
         return _room(buffers.group, buffers.capacity, used + more, self.limit)
 
+    def _left(self, buffers: GroupBuffers, used: int) -> int:
+        """Where the state may hold less than it did, what it will not need is given back."""
+        if buffers.group.window is None and self.limit is not None and used <= self.limit:
+            return min(buffers.capacity, _rounded(self.limit))
+        return buffers.capacity
+
 
 @LAYOUTS.register("dynamic")
 class DynamicLayout(ContiguousLayout):

@@ -224,3 +224,15 @@ def test_integrity_is_checked_for_real() -> None:
     state.kv.buffers(0).moved = 0
     with pytest.raises(AssertionError):
         state.kv.check_integrity()
+
+
+def test_a_window_that_was_made_smaller_gives_memory_back_with_its_next_eviction() -> None:
+    layout, state = opened(300)
+    before, state.kv.limit = state.kv.nbytes, 100
+    state.kv.keep([Span(0, 4), Span(250, 300)])
+    full = [i for i, group in enumerate(GROUPS) if group.window is None]
+    assert {state.kv.buffers(i).capacity for i in full} == {128}
+    assert state.kv.nbytes < before
+    state.naive.keep([Span(0, 4), Span(250, 300)], layout.rebase_at)
+    packed_step(layout, [state], [40], 2)
+    check_visible(state)
