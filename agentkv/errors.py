@@ -122,7 +122,9 @@ class SessionNotFound(NotFound):
     """No such session for this tenant."""
 
     def __init__(self, session_id: str) -> None:
-        super().__init__(f"there is no session {session_id!r}; `agentkv sessions list` shows those that exist")
+        super().__init__(
+            f"there is no session {session_id!r}; `agentkv sessions list`, or GET /v1/sessions, shows those there are"
+        )
         self.session_id = session_id
 
 

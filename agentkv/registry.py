@@ -15,10 +15,15 @@ _made: list[Registry[Any]] = []
 
 
 class Registry(Generic[T]):
-    """Names to objects of one kind. Third parties add theirs under the entry point group ``agentkv.<kind>``."""
+    """Names to objects of one kind. Third parties add theirs under the entry point group ``agentkv.<kind>``.
 
-    def __init__(self, kind: str) -> None:
+    ``what``: one of them, in an error's words. ``others``: names that are chosen elsewhere, and stand for one of them.
+    """
+
+    def __init__(self, kind: str, what: str | None = None, *, others: tuple[str, ...] = ()) -> None:
         self.kind = kind
+        self._what = what or kind
+        self._others = others
         self._known: dict[str, T] = {}
         self._scanned = False
         _made.append(self)
@@ -41,8 +46,8 @@ class Registry(Generic[T]):
         try:
             return self._known[name]
         except KeyError:
-            known = ", ".join(sorted(self._known))
-            raise InvalidRequest(f"unknown {self.kind} {name!r}; known: {known}", param=self.kind) from None
+            known = ", ".join([*self._others, *sorted(self._known)])
+            raise InvalidRequest(f"unknown {self._what} {name!r}; known: {known}", param=self.kind) from None
 
     def __iter__(self) -> Iterator[str]:
         self._scan()

@@ -58,7 +58,7 @@ async def serve(settings: Settings, server: ServerSettings, *, ready: Callable[[
                     await site.start()
                 except OSError as error:
                     raise InvalidRequest(
-                        f"cannot listen on {server.host}:{server.port}: {error.strerror or error}; choose another port",
+                        f"cannot listen on {server.host}:{server.port}: {error.strerror or error}; choose another with --port",
                         param="port",
                     ) from error
                 ready(_url(runner, server.host))

@@ -7,6 +7,7 @@ import os
 import platform
 import sqlite3
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -96,11 +97,30 @@ class _Checkup:
                 facts["device"] = str(pick_device(self.settings.device))
             except AgentKVError as error:
                 self.problem(str(error), "set AGENTKV_DEVICE=auto, or pass --device cpu")
-            try:
-                parse_policy(self.settings.default_policy)
-            except AgentKVError as error:
-                self.problem(str(error), "set AGENTKV_DEFAULT_POLICY=full, or mend default_policy in agentkv.toml")
         return facts
+
+    def choices(self) -> None:
+        """Whether what the settings name is there."""
+        from agentkv.api.settings import ServerSettings
+        from agentkv.codecs import CODECS
+        from agentkv.kv import LAYOUTS
+        from agentkv.policies.residency import parse_residency
+
+        settings = self.settings
+        for name, meant in {**settings.unknown_variables(), **ServerSettings.unknown_variables()}.items():
+            hint = f"did you mean {meant}?" if meant else "unset it, or look for the right name in docs/operations.md"
+            self.warnings.append({"what": f"the environment has {name}, which is no setting", "do": hint})
+        chosen: list[tuple[str, str, Callable[[str], Any]]] = [
+            ("default_policy", "full", parse_policy),
+            ("residency", "cost", parse_residency),
+            ("idle_codec", "auto", lambda name: name == "auto" or CODECS.get(name)),
+            ("layout", "auto", lambda name: name == "auto" or LAYOUTS.get(name)),
+        ]
+        for field, default, look in chosen:
+            try:
+                look(getattr(settings, field))
+            except AgentKVError as error:
+                self.problem(f"{field}: {error}", f"set AGENTKV_{field.upper()}={default}, or mend it in agentkv.toml")
 
     def home(self) -> dict[str, Any]:
         home, settings = self.settings.home, self.settings
@@ -261,7 +281,6 @@ class _Checkup:
 
     def codec(self, loaded: LoadedModel) -> dict[str, Any]:
         """What stored KV of this model goes through, and what ``auto`` goes by."""
-        from agentkv.codecs import CODECS
         from agentkv.models.calibrations import load_calibration
         from agentkv.models.gate import auto_codec, fragile, layout_trouble
 
@@ -270,9 +289,6 @@ class _Checkup:
         auto, reason = auto_codec(loaded.model_type, stored.report, settings.max_kl, model=settings.model)
         self.notes.extend(stored.warnings)
         chosen = settings.idle_codec
-        if chosen != "auto" and chosen not in set(CODECS):
-            known = ", ".join(["auto", *CODECS])
-            self.problem(f"idle_codec {chosen!r} is no codec here", f"set AGENTKV_IDLE_CODEC to one of {known}")
         if chosen == "auto" and stored.report is None:
             self.notes.append(f"idle_codec auto means {auto}: {reason}")
         if loaded.layout.lossy and (trouble := layout_trouble(loaded.layout.lossy, stored.report, settings.max_kl)):
@@ -300,6 +316,7 @@ def examine(settings: Settings, *, fast: bool) -> dict[str, Any]:
     database = check.database() if usable else {}
     sound = usable and database.get("integrity", "ok") == "ok"
     machine = check.machine(fast=fast)
+    check.choices()
     storage = asyncio.run(check.storage(home)) if sound else None
     model = check.model() if usable else {}
     loaded = None if fast or not usable else check.load()

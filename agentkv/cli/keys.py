@@ -96,7 +96,7 @@ def list_(home: HomeFolder = None, as_json: AsJson = False) -> None:
         used = "never" if row["last_used_at"] is None else age(row["last_used_at"])
         state = "admin" if row["admin"] else ""
         if row["revoked_at"] is not None:
-            state, used = "revoked", age(row["revoked_at"])
+            state = "revoked"
         numbers = [
             _of(f"{row['sessions']:,}", row["max_sessions"], str),
             _of(nbytes(row["disk_bytes"]), row["max_disk"], nbytes),

@@ -70,7 +70,21 @@ def _made(kind: Callable[..., S], given: Mapping[str, Any]) -> S:
     try:
         return kind(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
-        raise InvalidRequest(f"settings: {'; '.join(faults)}") from error
+        raise InvalidRequest(f"settings: {'; '.join(_told(fault) for fault in error.errors())}") from error
     except ValueError as error:
         raise InvalidRequest(f"settings: {error}") from error
+
+
+def _told(fault: Any) -> str:
+    """One thing that is wrong with settings, for a person."""
+    name = ".".join(map(str, fault["loc"][:1]))
+    if fault["type"] != "extra_forbidden":
+        return f"{name}: {fault['msg']}, got {fault['input']!r}"
+    from difflib import get_close_matches
+
+    from agentkv.api.settings import ServerSettings
+    from agentkv.settings import Settings
+
+    meant = get_close_matches(name, {**Settings.model_fields, **ServerSettings.model_fields}, 1, 0.8)
+    hint = f"did you mean {meant[0]!r}?" if meant else "docs/operations.md says where to find all of them"
+    return f"{name!r}, as in agentkv.toml, is no setting: {hint}"

@@ -131,4 +131,4 @@ class Codec(ABC):
         """
 
 
-CODECS: Registry[Codec] = Registry("codecs")
+CODECS: Registry[Codec] = Registry("codecs", "codec", others=("auto",))

@@ -321,4 +321,4 @@ class Layout(ABC, Generic[Meta]):
         """Attention of ``queries [Hq, T, Dk]``, each over its own session: ``[T, Hq, Dv]``."""
 
 
-LAYOUTS: Registry[type[Layout[Any]]] = Registry("layouts")
+LAYOUTS: Registry[type[Layout[Any]]] = Registry("layouts", "layout", others=("auto",))

@@ -68,5 +68,5 @@ def what_would_help(model: LoadedModel, pinned: Span) -> str:
     return (
         f"give the session a retention policy, which keeps the system prompt and what is recent: create it with "
         f"policy={text!r}, or from the next turn on session.set_policy({text!r}), over HTTP PATCH /v1/sessions/{{id}}; "
-        "or send less"
+        f"all sessions: `--policy {text}` of chat and serve; or send less"
     )

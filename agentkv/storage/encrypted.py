@@ -139,7 +139,10 @@ class EncryptedBlobs(BlobStore):
 def check_plain(inner: BlobStore) -> None:
     """Raise ``WrongKey`` where ``inner`` is encrypted: without the key its blobs would look damaged."""
     if inner.exists(KEY_CHECK) or _holds_sealed(inner):
-        raise WrongKey(f"this blob store is encrypted, and no key was given: {_GIVE_KEY}")
+        raise WrongKey(
+            f"this blob store is encrypted, and no key was given: {_GIVE_KEY}; without it, move the store away: "
+            "sessions are computed again from their ledgers into an empty one"
+        )
 
 
 def _other_key() -> WrongKey:

@@ -57,7 +57,7 @@ def test_an_error_is_one_line_and_exit_status_one(tmp_path: Path) -> None:
     done = agentkv("sessions", "show", "sess_none", "--home", tmp_path / "home")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "error: there is no session 'sess_none'; `agentkv sessions list` shows those that exist"
+        "error: there is no session 'sess_none'; `agentkv sessions list`, or GET /v1/sessions, shows those there are"
     ]
     assert not (tmp_path / "home").exists(), "looking created the home"
 

@@ -41,7 +41,7 @@ class ResidencyPolicy(ABC):
         """How much it is worth to keep the session where it is: the least worthy leaves first."""
 
 
-RESIDENCY: Registry[type[ResidencyPolicy]] = Registry("residency")
+RESIDENCY: Registry[type[ResidencyPolicy]] = Registry("residency", "residency policy")
 
 
 @dataclass(frozen=True, slots=True)

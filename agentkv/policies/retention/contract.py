@@ -90,7 +90,7 @@ class RetentionPolicy(ABC):
         """
 
 
-RETENTION: Registry[type[RetentionPolicy]] = Registry("retention")
+RETENTION: Registry[type[RetentionPolicy]] = Registry("retention", "retention policy")
 
 
 def kept_by(policy: RetentionPolicy, view: SessionView) -> tuple[Span, ...]:

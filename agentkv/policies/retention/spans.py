@@ -37,11 +37,11 @@ def last(spans: Sequence[Span], count: int) -> tuple[Span, ...]:
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same tokens, empty spans left out and adjacent ones made one."""
+    """The same tokens, each once and in order, whatever the order of ``spans``: what touches or overlaps is one."""
     found: list[Span] = []
-    for span in spans:
-        if found and found[-1].stop == span.start:
-            found[-1] = Span(found[-1].start, span.stop)
+    for span in sorted(spans):
+        if found and len(span) and span.start <= found[-1].stop:
+            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
         elif len(span):
             found.append(span)
     return tuple(found)
