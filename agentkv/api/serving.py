@@ -58,7 +58,7 @@ async def serve(settings: Settings, server: ServerSettings, *, ready: Callable[[
                     await site.start()
                 except OSError as error:
                     raise InvalidRequest(
-                        f"cannot listen on {server.host}:{server.port}: {error.strerror or error}; choose another with --port",
+                        f"cannot listen on {server.host}:{server.port}: {error.strerror or error}; try another --port",
                         param="port",
                     ) from error
                 ready(_url(runner, server.host))

@@ -34,8 +34,9 @@ class _Page:
         if not compiled.co_flags & inspect.CO_COROUTINE:
             exec(compiled, self._names)
             return
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        if {"kv", "session"} & used - self._names.keys():
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        used, made = ({n.id for n in names if isinstance(n.ctx, kind)} for kind in (ast.Load, ast.Store))
+        if {"kv", "session"} & used - made - self._names.keys():
             self._runner.run(self._open())
         self._runner.run(_awaited(eval(compiled, self._names)))
 

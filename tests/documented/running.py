@@ -78,7 +78,7 @@ class Page:
     def __init__(self, forge: Forge, folder: Path, model: Path) -> None:
         self.folder = folder
         self.home = folder / "home"
-        for home in (self.home, folder / "state"):
+        for home in (self.home, folder / "state", folder / "sealed"):
             (home / "models").mkdir(parents=True, mode=0o700)
             (home / "models/smollm2-135m").symlink_to(model)
         self._environment = {
@@ -129,6 +129,8 @@ class Page:
     # -- Python -------------------------------------------------------------------------------------------------------
 
     def _run_python(self, block: Block) -> None:
+        if block.before is not None:
+            self._run_command(block, self._here(block.before))
         code = self._here(block.code)
         if block.title is not None:
             compile(code, block.title, "exec")
@@ -162,24 +164,26 @@ class Page:
         if self._python is not None and "agentkv" in block.code:
             self._ask({"do": "close"})
         for command in ([block.before] if block.before else []) + commands_of(block):
-            command = self._here(command)
-            if re.match(r"agentkv serve\b", command):
-                self._serve(block, command)
-                continue
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", command],
-                cwd=self.folder,
-                env=self._environment,
-                input=_SAID,
-                capture_output=True,
-                text=True,
-                timeout=240,
-            )
-            self._listen(done.stdout)
-            if done.returncode != 0:
-                raise BlockFailed(block, f"`{command}` ended with {done.returncode}\n{done.stdout}{done.stderr}")
-            if command.startswith("curl") and '"error":' in done.stdout:
-                raise BlockFailed(block, f"`{command}` was answered {done.stdout}")
+            self._run_command(block, self._here(command))
+
+    def _run_command(self, block: Block, command: str) -> None:
+        if re.match(r"agentkv serve\b", command):
+            self._serve(block, command)
+            return
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=self.folder,
+            env=self._environment,
+            input=_SAID,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        self._listen(done.stdout)
+        if done.returncode != 0:
+            raise BlockFailed(block, f"`{command}` ended with {done.returncode}\n{done.stdout}{done.stderr}")
+        if command.startswith("curl") and '"error":' in done.stdout:
+            raise BlockFailed(block, f"`{command}` was answered {done.stdout}")
 
     def _serve(self, block: Block, command: str) -> None:
         self._stop_server()
