@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -166,8 +167,11 @@ async def _talk(settings: Settings, bars: Progress, *, quick: bool) -> list[_Row
         rows = []
         sessions = []
         for agent in cast:
+            started = time.perf_counter()
             session, said = await hold(agent)
             twin, twin_said = await hold(agent)
+            took = time.perf_counter() - started
+            bars.console.print(f"  {agent.name}: {len(agent.messages)} answers, twice, in {took:.0f} s")
             row = _Row(agent.name, session.id, agent.next_message, twins_agree=said == twin_said)
             uninterrupted = await twin.send(agent.next_message, max_tokens=_max_tokens(quick=quick))
             row.expected = list(uninterrupted.ids)
