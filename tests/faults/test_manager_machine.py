@@ -9,8 +9,9 @@ import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ import pytest
 from homes import chat_folder
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test, initialize, invariant, rule
 from managing.branches import fork, rewind
 from managing.operations import POLICIES, Moment, Op, moments, ops
 from managing.reference import Plan
@@ -73,6 +74,21 @@ async def _bounded(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
+def where(holds: Callable[[Manager], Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A rule that does nothing unless it ``holds``. No precondition: what there is depends on what was faster, and what
+    is drawn may not."""
+
+    def decorated(act: Callable[..., None]) -> Callable[..., None]:
+        @wraps(act)
+        def acted(self: Manager, **drawn: Any) -> None:
+            if holds(self):
+                act(self, **drawn)
+
+        return acted
+
+    return decorated
+
+
 class Manager(RuleBasedStateMachine):
     """``stages``: one for each family of models. Runs an event loop of its own between steps."""
 
@@ -121,80 +137,80 @@ class Manager(RuleBasedStateMachine):
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.there.sessions) < MOST_SESSIONS)
     @rule(plan=plans)
+    @where(lambda self: len(self.there.sessions) < MOST_SESSIONS)
     def create(self, plan: Plan) -> None:
         self.run(self.there.create(plan))
 
-    @precondition(lambda self: self.there.sessions)
     @rule(ops=st.lists(ops(), min_size=1, max_size=4))
+    @where(lambda self: self.there.sessions)
     def act(self, ops: list[Op]) -> None:
         for op in ops:
             if self.there.sessions:
                 self.run(self.there.do([op]))
 
-    @precondition(lambda self: self.there.sessions)
     @rule(op=ops())
+    @where(lambda self: self.there.sessions)
     def act_once(self, op: Op) -> None:
         self.run(self.there.do([op]))
 
-    @precondition(lambda self: self.there.sessions)
     @rule(ops=st.lists(ops(), min_size=2, max_size=3), wait=st.booleans())
+    @where(lambda self: self.there.sessions)
     def act_at_once(self, ops: list[Op], wait: bool) -> None:
         self.run(self.there.do(ops, at_once=True, wait=wait))
 
-    @precondition(lambda self: self.there.sessions)
     @rule(ops=st.lists(ops(), min_size=2, max_size=3))
+    @where(lambda self: self.there.sessions)
     def act_on_a_slow_disk(self, ops: list[Op]) -> None:
         self.run(self.there.do(ops, at_once=True, slow=True))
 
-    @precondition(lambda self: 0 < len(self.there.sessions) < MOST_SESSIONS)
     @rule(pick=st.integers(0, 3), turns=st.integers(0, 3))
+    @where(lambda self: 0 < len(self.there.sessions) < MOST_SESSIONS)
     def fork(self, pick: int, turns: int) -> None:
         self.run(fork(self.there, pick, turns))
 
-    @precondition(lambda self: self.there.sessions)
     @rule(pick=st.integers(0, 3), turns=st.integers(0, 3), op=st.none() | ops())
+    @where(lambda self: self.there.sessions)
     def rewind(self, pick: int, turns: int, op: Op | None) -> None:
         self.run(rewind(self.there, pick, turns))
         if op is not None:
             self.run(self.there.do([op]))
 
-    @precondition(lambda self: self.there.sessions)
     @rule(moment=moments())
+    @where(lambda self: self.there.sessions)
     def go_away_in_the_middle(self, moment: Moment) -> None:
         self.run(self.there.do_cancelled(moment))
 
-    @precondition(lambda self: self.there.sessions)
     @rule(life=lives, op=st.none() | ops(), steps=st.integers(0, 8))
+    @where(lambda self: self.there.sessions)
     def restart(self, life: dict[str, Any], op: Op | None, steps: int) -> None:
         self.run(self.there.restart(life, op, steps))
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.there.sessions)
     @rule(life=lives, moment=st.one_of(moments(), moments(), st.none()))
+    @where(lambda self: self.there.sessions)
     def die(self, life: dict[str, Any], moment: Moment | None) -> None:
         self.run(self.there.crash(life, moment))
 
-    @precondition(lambda self: self.there.sessions)
     @rule(op=ops())
+    @where(lambda self: self.there.sessions)
     def act_while_the_database_is_locked(self, op: Op) -> None:
         self.run(self.there.do_locked(op))
 
-    @precondition(lambda self: self.there.trouble.files() and not self.there.trouble.read_only)
     @rule(way=ways, which=st.integers(0, 7), where=st.integers(0, 2**20))
+    @where(lambda self: self.there.trouble.files() and not self.there.trouble.read_only)
     def spoil_a_file(self, way: str, which: int, where: int) -> None:
         names = sorted(self.there.trouble.files())
         self.there.trouble.spoil(names[which % len(names)], way, where)
 
-    @precondition(lambda self: self.there.sessions)
     @rule(pick=st.integers(0, 3), way=ways, which=st.integers(0, 3), where=st.integers(0, 2**20))
+    @where(lambda self: self.there.sessions)
     def wake_to_a_bad_file(self, pick: int, way: str, which: int, where: int) -> None:
         self.run(self.there.wake_to_a_bad_file(pick, way, which, where))
 
-    @precondition(lambda self: self.there.trouble.files())
     @rule(how=st.sampled_from(["budget", "read only"]), room=st.sampled_from([0, 3000, 12000]))
+    @where(lambda self: self.there.trouble.files())
     def change_the_disk(self, how: str, room: int) -> None:
         """It is full or read-only from now on; or it is well again."""
         world = self.there
