@@ -86,10 +86,13 @@ def _growth(result: Mapping[str, Any], path: Path) -> None:
         "tokens said so far",
         "MiB of KV on the device",
     )
-    for (policy, line), colour in zip(result["policies"].items(), _LINES, strict=False):
+    # Windows of one size lie on one another: each line shows where the dashes of the others leave room.
+    bounded = len(result["policies"]) - 1
+    for index, ((policy, line), colour) in enumerate(zip(result["policies"].items(), _LINES, strict=False)):
+        dashes: Any = "-" if index == 0 or bounded < 2 else (3 * (index - 1), (3, 3 * (bounded - 1)))
         tokens = [point[0] for point in line["points"]]
         held = [point[1] / 2**20 for point in line["points"]]
-        axes.plot(tokens, held, color=colour, linewidth=1.6, label=policy)
+        axes.plot(tokens, held, color=colour, linewidth=2, linestyle=dashes, label=policy)
         if line["ended"] is not None and tokens:
             axes.plot(tokens[-1:], held[-1:], "x", color=colour, markersize=8)
             axes.annotate(

@@ -101,7 +101,7 @@ def _point(axes: Any, result: CodecResult, others: list[CodecResult], max_kl: fl
     taken = any(0 < o.ratio - result.ratio < 1.2 and 0.6 < o.mean_kl / max(result.mean_kl, 1e-9) < 1 for o in others)
     place: dict[str, Any] = {"xytext": (7, -6), "va": "top"}
     if taken:
-        place = {"xytext": (-7, 6), "va": "bottom", "ha": "right"}
+        place = {"xytext": (-7, 6), "va": "bottom", "ha": "left" if result.ratio < axes.get_xlim()[1] / 5 else "right"}
     axes.annotate(
         f"{result.codec} {result.ratio:.2f}x" + ("\nchosen" if is_chosen else ""),
         (result.ratio, result.mean_kl),
