@@ -259,7 +259,7 @@ def played(machine: type[Manager], number: int, examples: int, steps: int, *phas
 def test_whatever_is_done_and_whatever_fails_sessions_are_what_they_were_told_to_be(
     machine: type[Manager], seed: int
 ) -> None:
-    done = played(machine, seed, 6, 26, Phase.generate)
+    done = played(machine, seed, 10, 26, Phase.generate)
     assert done["committed"] > 30, done
     print(done)
 
