@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-__all__ = ["Amount", "Bytes", "Layered", "Settings", "default_home"]
+__all__ = ["Amount", "Bytes", "Layered", "Settings", "default_home", "nearest"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -64,6 +64,11 @@ Amount = Annotated[Annotated[int, Field(ge=0)] | str, BeforeValidator(_parse_amo
 """Bytes (``4GiB``, ``4294967296``) or a share of what the machine has (``80%``)."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """What may be meant by a ``name`` that is none of the ``known``."""
+    return next(iter(get_close_matches(name, list(known), 1, 0.8)), None)
+
+
 class Layered(BaseSettings):
     """Settings from keyword arguments, then environment, then the TOML file. ``folder``: where that is looked for, if
     none of the fields is the home folder."""
@@ -78,7 +83,7 @@ class Layered(BaseSettings):
         prefix = cls.model_config["env_prefix"]
         known = [prefix + name.upper() for name in cls.model_fields]
         return {
-            name: next(iter(get_close_matches(name.upper(), known, 1, 0.8)), None)
+            name: nearest(name.upper(), known)
             for name in environ
             if name.upper().startswith(prefix)
             and name.upper() not in known

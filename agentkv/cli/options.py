@@ -80,11 +80,9 @@ def _told(fault: Any) -> str:
     name = ".".join(map(str, fault["loc"][:1]))
     if fault["type"] != "extra_forbidden":
         return f"{name}: {fault['msg']}, got {fault['input']!r}"
-    from difflib import get_close_matches
-
     from agentkv.api.settings import ServerSettings
-    from agentkv.settings import Settings
+    from agentkv.settings import Settings, nearest
 
-    meant = get_close_matches(name, {**Settings.model_fields, **ServerSettings.model_fields}, 1, 0.8)
-    hint = f"did you mean {meant[0]!r}?" if meant else "docs/operations.md says where to find all of them"
+    meant = nearest(name, {**Settings.model_fields, **ServerSettings.model_fields})
+    hint = f"did you mean {meant!r}?" if meant else "docs/operations.md says where to find all of them"
     return f"{name!r}, as in agentkv.toml, is no setting: {hint}"

@@ -17,7 +17,7 @@ import torch
 from agentkv.kv.buffers import GroupBuffers
 from agentkv.kv.contiguous import ContiguousKV
 from agentkv.kv.contract import LAYOUTS, Evictions, Layout, SequenceKV
-from agentkv.kv.foretelling import beside_slots, most_in_window, new_tokens
+from agentkv.kv.foretelling import contiguous_nbytes, most_in_window, new_tokens
 from agentkv.kv.stepping import ContiguousLayout
 from agentkv.types import KVGeometry, LayerGroup
 
@@ -109,5 +109,4 @@ class DynamicLayout(ContiguousLayout):
             held = _opening(group, tokens) if live is None else live.buffers(index).capacity
             most = tokens if group.window is None else most_in_window(group, tokens, evictions, new, self.piece_tokens)
             capacities.append(_room(group, held, most, limit if live is None else live.limit))
-        slots = sum(n * g.values_per_token for n, g in zip(capacities, self.geometry.groups, strict=True))
-        return slots * self.geometry.itemsize + beside_slots(self.geometry, kv, tokens, evictions, capacities)
+        return contiguous_nbytes(self.geometry, kv, tokens, evictions, capacities)

@@ -1,4 +1,4 @@
-"""How many bytes a contiguous state may come to take on its way to so many tokens, beside its full groups' slots."""
+"""How many bytes a state may come to take on its way to so many tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from agentkv.kv.contiguous import ContiguousKV
 from agentkv.kv.contract import Evictions, SequenceKV
 from agentkv.types import KVGeometry, LayerGroup
 
-__all__ = ["beside_slots", "most_in_window", "new_tokens"]
+__all__ = ["contiguous_nbytes", "most_in_window", "new_tokens"]
 
 
 def new_tokens(kv: SequenceKV | None, tokens: int, evictions: Evictions | None) -> int:
@@ -27,14 +27,16 @@ def most_in_window(group: LayerGroup, tokens: int, evictions: Evictions | None, 
     return in_window(group, tokens, evictions) + min(piece, new)
 
 
-def beside_slots(
+def contiguous_nbytes(
     geometry: KVGeometry, kv: SequenceKV | None, tokens: int, evictions: Evictions | None, capacities: list[int]
 ) -> int:
-    """Bytes of masters, and of the copies of windows that an undo record makes. ``capacities``: each group's slots."""
+    """Bytes of a contiguous state: slots, ``capacities`` of them in each group, masters, and the copies of windows that
+    an undo record makes."""
     turned, rebases, total = 0, False, 0
     if evictions is not None:
         turned, rebases = tokens if evictions.rebases else min(evictions.turned, tokens), evictions.rebases
     for index, (group, capacity) in enumerate(zip(geometry.groups, capacities, strict=True)):
+        total += capacity * group.values_per_token
         standing = kv.buffers(index).moved if isinstance(kv, ContiguousKV) else 0
         if group.window is None:
             masters = max(standing, turned)

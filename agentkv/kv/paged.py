@@ -17,6 +17,7 @@ import torch
 from agentkv.codecs import KVBlock
 from agentkv.kv.contiguous import to_cpu
 from agentkv.kv.contract import LAYOUTS, CapturedPart, Evictions, SequenceKV, Undo
+from agentkv.kv.foretelling import new_tokens
 from agentkv.kv.paged_pool import PagePool
 from agentkv.kv.paged_step import PagedStepping
 from agentkv.kv.paged_table import PageTable, Piece, distinct
@@ -265,7 +266,7 @@ class PagedLayout(PagedStepping):
     ) -> int:
         """Pages that it has stay its own until the turn cannot be taken back: new ones come to them."""
         total = kv.nbytes if isinstance(kv, PagedKV) else 0
-        new = evictions.new if evictions is not None else max(0, tokens - (0 if kv is None else kv.tokens))
+        new = new_tokens(kv, tokens, evictions)
         for index, (group, pool) in enumerate(zip(self.geometry.groups, self.pools, strict=True)):
             table = kv.table(index) if isinstance(kv, PagedKV) else PageTable(pool)
             if group.window is None:

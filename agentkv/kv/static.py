@@ -12,7 +12,7 @@ from agentkv.errors import CapacityExceeded
 from agentkv.kv.buffers import GroupBuffers
 from agentkv.kv.contiguous import ContiguousKV
 from agentkv.kv.contract import LAYOUTS, Evictions, Layout, SequenceKV
-from agentkv.kv.foretelling import beside_slots, most_in_window, new_tokens
+from agentkv.kv.foretelling import contiguous_nbytes, most_in_window, new_tokens
 from agentkv.kv.stepping import ContiguousLayout
 from agentkv.types import KVGeometry, LayerGroup
 
@@ -76,5 +76,4 @@ class StaticLayout(ContiguousLayout):
             held = _capacity(group, tokens, limit) if live is None else live.buffers(index).capacity
             most = held if group.window is None else most_in_window(group, tokens, evictions, new, self.piece_tokens)
             capacities.append(max(held, most))
-        slots = sum(n * g.values_per_token for n, g in zip(capacities, self.geometry.groups, strict=True))
-        return slots * self.geometry.itemsize + beside_slots(self.geometry, kv, tokens, evictions, capacities)
+        return contiguous_nbytes(self.geometry, kv, tokens, evictions, capacities)

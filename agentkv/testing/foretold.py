@@ -1,4 +1,4 @@
-"""A turn as an engine runs it, with the memory that a layout foretold for it. Importing this needs hypothesis."""
+"""A turn as an engine runs it, with the memory that a layout foretold for it."""
 
 from __future__ import annotations
 
