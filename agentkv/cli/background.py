@@ -19,7 +19,11 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """``with BackgroundLoop() as loop: loop.run(coroutine)``."""
+    """``with BackgroundLoop() as loop: loop.run(coroutine)``.
+
+    Ctrl-C can come when a coroutine has just ended, and its result is lost then: what must be closed is made before
+    it is run. Tasks that are left at the end are cancelled.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -32,10 +36,20 @@ class BackgroundLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.run(self._loop.shutdown_default_executor())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            self.run(self._end())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _end(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. ``KeyboardInterrupt`` cancels it, and is raised once it has ended."""
@@ -55,10 +69,17 @@ class BackgroundLoop:
             else:
                 outcome.set_result(task.result())
 
-        self._loop.call_soon_threadsafe(start)
+        def stop() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # interrupted before it was begun
+                work.close()
+                outcome.set_exception(asyncio.CancelledError())
+
         try:
+            self._loop.call_soon_threadsafe(start)
             return outcome.result()
         except KeyboardInterrupt:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            self._loop.call_soon_threadsafe(stop)
             outcome.exception()
             raise

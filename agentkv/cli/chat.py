@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from agentkv.schemas.replies import Reply
     from agentkv.sessions.runtime import AgentKV
     from agentkv.sessions.session import Session
-    from agentkv.settings import Settings
 
 __all__ = ["chat"]
 
@@ -50,6 +49,7 @@ def chat(
     from agentkv.cli.stored import settings_of_session
     from agentkv.policies.retention import parse_policy
     from agentkv.schemas.sampling import SamplingParams
+    from agentkv.sessions.runtime import AgentKV
 
     if session is not None and system is not None:
         raise InvalidRequest("the system prompt was frozen when the session was created: drop --system or --session")
@@ -69,8 +69,9 @@ def chat(
         if session is not None and model is None:
             settings = loop.run(settings_of_session(settings, session))
         pull_shown(settings.model, settings)
-        kv = loop.run(_open(settings))
+        kv = AgentKV(settings)
         try:
+            loop.run(_open(kv))
             talk = _Talk(loop, kv, loop.run(_session(kv, session, system, policy)), sampling)
             talk.greet(new=session is None)
             try:
@@ -81,10 +82,8 @@ def chat(
             loop.run(kv.close())
 
 
-async def _open(settings: Settings) -> AgentKV:
-    from agentkv.sessions.runtime import AgentKV
-
-    return await AgentKV(settings)
+async def _open(kv: AgentKV) -> None:
+    await kv
 
 
 async def _session(kv: AgentKV, session_id: str | None, system: str | None, policy: str | None) -> Session:

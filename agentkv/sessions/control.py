@@ -41,9 +41,14 @@ class Control:
         try:
             await asyncio.to_thread(path.unlink, missing_ok=True)
             bound = socket.socket(socket.AF_UNIX)
-            bound.bind(str(path))
-            path.chmod(0o600)  # nobody connects before it listens
-            self._server = await asyncio.start_unix_server(self._answer, sock=bound)
+            try:
+                bound.bind(str(path))
+                path.chmod(0o600)  # nobody connects before it listens
+                self._server = await asyncio.start_unix_server(self._answer, sock=bound, start_serving=False)
+            except BaseException:
+                bound.close()
+                raise
+            await self._server.start_serving()  # ``stop`` closes it by now, even if this is cancelled
         except OSError as error:
             log.info("no_control_socket", path=path, **fault(error))
 

@@ -17,6 +17,7 @@ from agentkv.logs import Log
 from agentkv.policies.residency import ResidencyPolicy, parse_residency
 from agentkv.policies.retention import RetentionPolicy, parse_policy, policy_text
 from agentkv.registry import load_plugins
+from agentkv.sessions.waiting import finished
 from agentkv.sessions.workers import start_workers
 from agentkv.settings import Settings
 
@@ -121,13 +122,21 @@ class AgentKV:
         from agentkv.sessions.reporting import look
         from agentkv.sessions.shared import DEFAULT_TENANT, Shared
 
-        self._home = await asyncio.to_thread(Home, settings.home)
+        def lock() -> bytes:
+            self._home = Home(settings.home)
+            return self._home.secret
+
+        def start() -> ThreadPoolExecutor:
+            self._executor = start_workers(max(2, os.cpu_count() or 2))
+            return self._executor
+
+        secret = await _taken(lock)
         self._repository = await Repository.open(settings.database_url)
         await self._repository.reset_states()
-        self._executor = await asyncio.to_thread(start_workers, max(2, os.cpu_count() or 2))
+        executor = await _taken(start)
         loop = asyncio.get_running_loop()
 
-        blobs = await loop.run_in_executor(self._executor, open_store, settings, self._home.secret)
+        blobs = await loop.run_in_executor(executor, open_store, settings, secret)
         self._model = await _in_new_thread(lambda: _load_model(settings))
         calibration = await asyncio.to_thread(load_calibration, settings.home, self._model.fingerprints.kv)
         shared = self._shared = Shared(settings, self._model, self._repository)
@@ -282,6 +291,14 @@ def _import_engine() -> None:
     load_plugins()  # of what the engine brings: codecs, layouts, tool formats
 
 
+async def _taken(work: Callable[[], T]) -> T:
+    """``work``, off the event loop. It takes what is to be given back: cancelled meanwhile, it ends first."""
+    taking = asyncio.ensure_future(asyncio.to_thread(work))
+    if (cancelled := await finished(taking)) is not None:
+        raise cancelled
+    return taking.result()
+
+
 async def _in_new_thread(work: Callable[[], T]) -> T:
     """Run ``work`` in a thread that ends with it.
 
@@ -289,6 +306,7 @@ async def _in_new_thread(work: Callable[[], T]) -> T:
     they stop waiting actively, and every parallel region of the model thread would begin with waking one.
     """
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # whoever waits can go; what the thread brings is let go then
 
     def run() -> None:
         try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from homes import chat_folder, check_home, check_session, model_folder, opened, prompt, said, turns, written
+from striking import interrupted
 
 from agentkv import AgentKV, Session
 from agentkv.errors import CapacityExceeded, Closed, SessionBusy, SessionNotFound
@@ -179,28 +179,6 @@ async def test_sixteen_sessions_in_the_memory_of_six(models: Path, tmp_path: Pat
 
 
 # -- cancelled at every await ------------------------------------------------------------------------------------------
-
-
-@types.coroutine
-def interrupted(work: Coroutine[Any, Any, Any], at: int, strike: Callable[[], object]) -> Generator[Any, Any, Any]:
-    """Drive ``work``; once it has waited ``at`` times, call ``strike``."""
-    step = 0
-    result: Callable[[], Any] = lambda: work.send(None)  # noqa: E731
-    while True:
-        try:
-            waited = result()
-        except StopIteration as end:
-            return end.value
-        step += 1
-        if step == at:
-            asyncio.get_running_loop().call_soon(strike)
-        try:
-            value = yield waited
-        except BaseException as error:
-            raised = error
-            result = lambda: work.throw(raised)  # noqa: E731, B023
-        else:
-            result = lambda: work.send(value)  # noqa: E731, B023
 
 
 async def cancel_at(
