@@ -221,6 +221,10 @@ class SequenceKV(ABC):
         ``span`` lies within one of the placement's runs. Distinct spans may be written from several threads at once.
         """
 
+    def filled(self, group: int, span: Span) -> None:  # noqa: B027
+        """Whoever asked for the ``target`` of ``span`` has written all of it. May be called from any thread, once for
+        each target, and need not be: a state that holds some tokens otherwise can see to them before ``restored``."""
+
     @abstractmethod
     def restored(self, ids: Sequence[int]) -> None:
         """The state now holds exactly ``ids``, whose KV was written through ``target``.

@@ -12,21 +12,26 @@ and rebases cost nothing: a key is turned to wherever it is wanted. Layers with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from agentkv.codecs import KVBlock
 from agentkv.errors import InvalidRequest
+from agentkv.kv.contiguous import cloned
 from agentkv.kv.contract import LAYOUTS, Evictions, Layout, SequenceKV
 from agentkv.kv.dynamic import DynamicLayout
 from agentkv.kv.foretelling import new_tokens
 from agentkv.kv.paged import PagedLayout
 from agentkv.kv.placed import PlacedKV
 from agentkv.kv.quantized_grids import Format
+from agentkv.kv.quantized_segments import Segment, quantised
 from agentkv.kv.quantized_state import QuantizedKV
 from agentkv.kv.quantized_step import QuantizedStepping
 from agentkv.kv.static import StaticLayout
+from agentkv.rope import Rotation
 from agentkv.types import KVGeometry, Span
 
 __all__ = ["QuantizedKV", "QuantizedLayout"]
@@ -88,6 +93,17 @@ class QuantizedLayout(QuantizedStepping):
         kv = self.inner.open(tokens)
         assert isinstance(kv, PlacedKV)
         return kv
+
+    def segment(self, span: Span, run: int, blocks: Sequence[KVBlock], position: int) -> Segment:
+        """``blocks``, one a full group, of ``span`` as they were computed from ``position`` on, as ``groups`` says."""
+
+        def angles(rotation: Rotation) -> tuple[Tensor, Tensor]:
+            return self.angles(rotation, position, len(span))
+
+        with torch.inference_mode(False), torch.no_grad():
+            if not run:
+                return Segment(span, tuple(cloned(block) for block in blocks))
+            return quantised(span, blocks, run, self.format, self.geometry, angles)
 
     def open(self, tokens: int = 0, limit: int | None = None) -> QuantizedKV:
         self.sweep()

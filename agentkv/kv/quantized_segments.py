@@ -10,6 +10,7 @@ they were turned back, else where they were computed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,7 +35,7 @@ from agentkv.kv.quantized_grids import (
 from agentkv.rope import Rotation, turn
 from agentkv.types import KVGeometry, Span
 
-__all__ = ["Angles", "Codes", "Segment", "cut", "grown", "quantised"]
+__all__ = ["Angles", "Codes", "Segment", "cut", "grown", "packed", "quantised"]
 
 Angles = Callable[[Rotation], tuple[Tensor, Tensor]]
 """Cosines and sines ``[T or 1, pairs]`` by which tokens are turned, float32."""
@@ -258,10 +259,18 @@ def grown(segments: Sequence[Segment], new: Segment) -> tuple[Segment, ...]:
     """``segments`` and ``new`` behind them. Neighbours of like size become one, so that few are left: each token is
     copied no more often than the logarithm of a segment's length."""
     held = [*segments, new]
-    while len(held) > 1 and _joins(held[-2], held[-1]):
+    while len(held) > 1 and len(held[-2].span) <= len(held[-1].span) and _joins(held[-2], held[-1]):
         b, a = held.pop(), held.pop()
-        parts = [_joined(x, y) for x, y in zip(a.parts, b.parts, strict=True)]  # type: ignore[arg-type]
-        held.append(Segment(Span(a.span.start, b.span.stop), tuple(parts)))
+        held.append(_joined(a, b))
+    return tuple(held)
+
+
+def packed(segments: deque[Segment]) -> tuple[Segment, ...]:
+    """``segments``, taken out one after the other, in as few as possible: what both hold at a time is one of them."""
+    held: list[Segment] = []
+    while segments:
+        new = segments.popleft()
+        held.append(_joined(held.pop(), new) if held and _joins(held[-1], new) else new)
     return tuple(held)
 
 
@@ -269,12 +278,16 @@ def _joins(a: Segment, b: Segment) -> bool:
     part = a.parts[0]
     if not (isinstance(part, Codes) and b.lossy and a.span.stop == b.span.start):
         return False
-    whole = a.run == b.run == part.fmt.group_tokens
     size = part.fmt.segment_tokens
-    return whole and len(a.span) <= len(b.span) and a.span.start // size == b.span.start // size
+    return a.run == b.run == part.fmt.group_tokens and a.span.start // size == b.span.start // size
 
 
-def _joined(a: Codes, b: Codes) -> Codes:
+def _joined(a: Segment, b: Segment) -> Segment:
+    parts = [_both(x, y) for x, y in zip(a.parts, b.parts, strict=True)]  # type: ignore[arg-type]
+    return Segment(Span(a.span.start, b.span.stop), tuple(parts))
+
+
+def _both(a: Codes, b: Codes) -> Codes:
     def both(x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x, y], 2)
 

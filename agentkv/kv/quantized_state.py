@@ -17,13 +17,13 @@ from torch import Tensor
 
 from agentkv.codecs import KVBlock
 from agentkv.errors import CapacityExceeded
-from agentkv.kv.contiguous import cloned, to_cpu
+from agentkv.kv.contiguous import to_cpu
 from agentkv.kv.contract import CapturedPart, SequenceKV, Undo
 from agentkv.kv.placed import PlacedKV, merged, slices
+from agentkv.kv.quantized_filling import Filling, side_by_side
 from agentkv.kv.quantized_grids import amplitude
-from agentkv.kv.quantized_segments import Codes, Segment, cut, grown, quantised
+from agentkv.kv.quantized_segments import Codes, Segment, cut, grown
 from agentkv.kv.quantized_step import Piece, chunks
-from agentkv.rope import Rotation
 from agentkv.types import Placement, Span
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class QuantizedKV(PlacedKV):
         self.frontier = 0
         self._undo: QuantizedUndo | None = None
         self._older: list[list[Piece]] | None = None
+        self._filling: Filling | None = None
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -71,6 +72,8 @@ class QuantizedKV(PlacedKV):
             segments |= {id(s): s for s in self._undo.segments}
             undo = self._undo.nbytes
         total = self.inner.nbytes + undo + sum(s.nbytes for s in segments.values())
+        if self._filling is not None:
+            total += self._filling.nbytes
         return total + (self._layout.scratch_nbytes(self.tokens) if self.segments else 0)
 
     @property
@@ -160,7 +163,9 @@ class QuantizedKV(PlacedKV):
             due = Span(self.frontier, edge)
             for stretch in placement.runs(common for kept in placement.kept if len(common := kept.intersect(due))):
                 for span, run in self._layout.groups(stretch):
-                    segments = grown(segments, self._segment(span, run, placement.position_of(span.start)))
+                    blocks = [self.inner.read(index, span) for index in self._layout.full]
+                    position = placement.position_of(span.start)
+                    segments = grown(segments, self._layout.segment(span, run, blocks, position))
             self.segments, self.frontier = segments, edge
             self._reseat(placement, self._layout.format.group_tokens)
 
@@ -172,16 +177,6 @@ class QuantizedKV(PlacedKV):
                 return (span.stop - left) // group * group
             left -= len(span)
         return 0
-
-    def _segment(self, span: Span, run: int, position: int) -> Segment:
-        blocks = [self.inner.read(index, span) for index in self._layout.full]
-        if not run:
-            return Segment(span, tuple(cloned(block) for block in blocks))
-
-        def angles(rotation: Rotation) -> tuple[Tensor, Tensor]:
-            return self._layout.angles(rotation, position, len(span))
-
-        return quantised(span, blocks, run, self._layout.format, self.geometry, angles)
 
     def _near(self, placement: Placement) -> Placement:
         """What the inner state holds of it."""
@@ -201,10 +196,7 @@ class QuantizedKV(PlacedKV):
             inner = self._layout.opened(near.tokens + room)
             inner.place(near, room)
             for index, run, block in blocks:
-                into = inner.target(index, run)
-                pairs = zip((*block.keys, *block.values), (*into.keys, *into.values), strict=True)
-                for source, target in pairs:
-                    target.copy_(source)
+                copied(block, inner.target(index, run))
             inner.restored(self._ids[: near.length])
         self.inner.close()
         self.inner, self._older = inner, None
@@ -297,7 +289,7 @@ class QuantizedKV(PlacedKV):
         ]
         if span.stop > self.frontier:
             blocks.append(self.inner.read(group, Span(self.frontier, span.stop)))
-        return _side_by_side(blocks)
+        return side_by_side(blocks)
 
     def _expanded(self, group: int, segment: Segment, span: Span) -> KVBlock:
         """``span`` of a segment, in one run of positions, where it was computed."""
@@ -319,25 +311,43 @@ class QuantizedKV(PlacedKV):
         return KVBlock(tuple(keys), tuple(values))
 
     def place(self, placement: Placement, room: int = 0) -> None:
-        """Everything is restored as it was stored; what is old is quantised once all is there."""
+        """Room for what will be exact: ``room`` takes none ahead beyond that."""
         self._check_open()
         self._place(placement)
+        self.frontier = self._edge()
+        near = self._near(placement)
+        room = min(room, max(0, self._layout.recent_tokens + self._layout.format.group_tokens - near.tokens))
         self.inner.close()
         with torch.inference_mode(False):
-            self.inner = self._layout.opened(placement.tokens + room)
-            self.inner.place(self._near(placement), room)
+            self.inner = self._layout.opened(near.tokens + room)
+            self.inner.place(near, room)
+        self._filling = Filling(self._layout, placement, self.frontier)
 
     def target(self, group: int, span: Span) -> KVBlock:
         self._check_open()
-        return self.inner.target(group, span)
+        if group not in self._layout.full or span.start >= self.frontier:
+            return self.inner.target(group, span)
+        slices(self.placement.kept, (span,))  # refuses what was not placed
+        assert self._filling is not None
+        return self._filling.target(group, span)
+
+    def filled(self, group: int, span: Span) -> None:
+        if self._filling is not None and group in self._layout.full and span.start < self.frontier:
+            self._filling.written(group, span)
 
     def restored(self, ids: Sequence[int]) -> None:
         self._check_open()
         self._check_restored(ids)
-        self.inner.restored(ids)
-        self._ids = array("i", ids)
-        self._older = None
-        self._age()
+        length = self.length
+        if self._filling is not None:
+            for group, span, block in self._filling.beyond():
+                copied(block, self.inner.target(group, span))
+            self.segments = self._filling.finish(min(len(ids), self.frontier))
+        self._ids = array("i", [*ids, *[0] * (length - len(ids))])
+        self.inner.restored(self._ids)
+        self._filling = self._older = None
+        if len(ids) < length:
+            self.crop(len(ids))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -347,12 +357,13 @@ class QuantizedKV(PlacedKV):
         twin.__dict__.update(self.__dict__)
         twin._ids = array("i", self._ids)
         twin._undo = None
+        twin._filling = None
         twin.inner = _forked(self.inner)
         return twin
 
     def close(self) -> None:
         self._forget()
-        self._undo = None
+        self._undo = self._filling = None
         self.inner.close()
         self.segments, self.frontier, self._older = (), 0, None
         self._layout.sweep()
@@ -381,11 +392,7 @@ def _forked(inner: PlacedKV) -> PlacedKV:
     return twin
 
 
-def _side_by_side(blocks: Sequence[KVBlock]) -> KVBlock:
-    if len(blocks) == 1:
-        return blocks[0]
-    keys, values = ([getattr(b, name) for b in blocks] for name in ("keys", "values"))
-    return KVBlock(
-        tuple(torch.cat(layer, 1) for layer in zip(*keys, strict=True)),
-        tuple(torch.cat(layer, 1) for layer in zip(*values, strict=True)),
-    )
+def copied(block: KVBlock, into: KVBlock) -> None:
+    """Write ``block`` to tensors of the same shapes."""
+    for source, target in zip((*block.keys, *block.values), (*into.keys, *into.values), strict=True):
+        target.copy_(source)

@@ -215,6 +215,10 @@ class RecurrentKV(WrappedKV):
         self._check_here(span)
         return self._restoring[group].block
 
+    def filled(self, group: int, span: Span) -> None:
+        if group not in self._restoring:
+            self.inner.filled(group, span)
+
     def restored(self, ids: Sequence[int]) -> None:
         if len(ids) not in (0, self.length):
             raise ValueError(f"{len(ids)} ids for a state at {self.length}: recurrent layers have no other")

@@ -92,6 +92,9 @@ class WrappedKV(SequenceKV):
     def target(self, group: int, span: Span) -> KVBlock:
         return self.inner.target(group, span)
 
+    def filled(self, group: int, span: Span) -> None:
+        self.inner.filled(group, span)
+
     def restored(self, ids: Sequence[int]) -> None:
         self.inner.restored(ids)
 

@@ -233,6 +233,8 @@ class ChunkReader:
             decode_part(buffer, header, index, out.of(self._geometry, part.group, position), self._codecs)
             if not direct:
                 _copy(out, part.span, targets)
+            for run in runs:
+                kv.filled(part.group, run)
             covered.extend((part.group, run) for run in runs)
         return covered
 

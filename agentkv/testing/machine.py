@@ -378,8 +378,9 @@ class LayoutMachine(RuleBasedStateMachine):
         room=st.sampled_from([0, 9, 90]),
         cut=st.integers(3, 100),
         forked=st.booleans(),
+        told=st.sampled_from(["never", "after each", "after all"]),
     )
-    def restore(self, state: State, opened: int, room: int, cut: int, forked: bool) -> State:
+    def restore(self, state: State, opened: int, room: int, cut: int, forked: bool, told: str) -> State:
         """A new state filled from the other's captures, in pieces, as a restore does."""
         naive = state.naive.copy()
         length = naive.length
@@ -392,13 +393,19 @@ class LayoutMachine(RuleBasedStateMachine):
             None, most, LIMIT, Evictions(most, turned_of(placement), rebases=bool(placement.bases))
         )
         kv.place(placement, free)
-        for part in parts:
-            for piece in part.span.split(cut):
-                into = kv.target(part.group, piece)
-                lo, hi = piece.start - part.span.start, piece.stop - part.span.start
-                for name in ("keys", "values"):
-                    for a, b in zip(getattr(part.block, name), getattr(into, name), strict=True):
-                        b.copy_(a[:, lo:hi])
+        pieces = [(piece, part) for part in parts for piece in part.span.split(cut)]
+        if told == "after each":  # as chunks come: all groups of some tokens, then the next ones
+            pieces.sort(key=lambda found: found[0])
+        for piece, part in pieces:
+            into = kv.target(part.group, piece)
+            lo, hi = piece.start - part.span.start, piece.stop - part.span.start
+            for name in ("keys", "values"):
+                for a, b in zip(getattr(part.block, name), getattr(into, name), strict=True):
+                    b.copy_(a[:, lo:hi])
+            if told == "after each":
+                kv.filled(part.group, piece)
+        for piece, part in reversed(pieces) if told == "after all" else ():
+            kv.filled(part.group, piece)
         kv.restored(naive.ids)
         assert kv.nbytes <= needed, "a restored state takes more than was foretold"
         if twin is not None and length:  # the twin's memory is its own by now: what it is filled with must not show

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from homes import check_session, model_folder, opened, turns
 
 from agentkv import AgentKV
+from agentkv.kv import quantized
 from agentkv.kv.quantized import QuantizedKV
 from agentkv.sessions.session import Session
 from agentkv.types import Span, Tier
@@ -80,3 +83,28 @@ async def test_sessions_that_evict_hold_the_same_within_a_step(
                 if one.geometry.groups[group].layers[0] == 0:  # deeper ones depend on what was attended
                     assert bool(((a - b).abs() <= off + 1e-5).all())
         assert quantised >= 64 and one.tokens < one.length
+
+
+async def test_no_event_loop_quantises_a_session_that_comes_back(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds of it for a long history: those who decode its chunks do that, or the model's thread."""
+    threads: list[str] = []
+    quantised = quantized.quantised
+
+    def watched(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return quantised(*args)
+
+    monkeypatch.setattr(quantized, "quantised", watched)
+    async with opened(tmp_path / "home", model_folder(models), layout="quantized:int8") as kv:
+        session = await kv.sessions.create()
+        for ids in turns(3, tokens=200):
+            await session.generate_tokens(ids, max_tokens=4)
+        assert set(threads) == {"agentkv-model"}
+        for tier in (Tier.HOST, Tier.DISK):
+            await session.suspend(tier)
+            threads.clear()
+            await session.resume()
+            assert len(live(session).lossy) == 1
+            assert threads and all(name.startswith("agentkv-io") for name in threads)
