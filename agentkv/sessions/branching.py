@@ -142,15 +142,16 @@ class Branching:
         ``core`` is what was read of a session before its last commit.
         """
         items, keep = await self._items_up_to(core, item)
-        place = await self.place(core, items, keep)
+        place, room = await self.place(core, items, keep), self._tiers.residency
         try:
+            if place.kv is None or not room.is_free(place.kv.nbytes):
+                await self.written(core)  # it will have what is on disk
             fork = await self._stored_fork(core, place.cut, agent_id, metadata, caller)
         except BaseException:
             place.close()
             raise
         if place.kv is None:
             return fork
-        room = self._tiers.residency
         if not room.take_bytes(fork, place.kv.nbytes):
             place.close()
             return fork

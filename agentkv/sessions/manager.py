@@ -310,6 +310,7 @@ class Sessions:
             # A turn is running on it: what was committed before is in SQL alone.
             record = await self.repository.get_session(core.id, self.tenant)
             source = SessionCore(record, SessionState.DISK)
+            source.writing = core.writing
             try:
                 fork = await branching.fork(source, item, agent_id=agent_id, metadata=metadata, caller=caller)
             except LedgerConflict:

@@ -110,6 +110,10 @@ class Residency:
         """``reserve`` as far as memory is free: nobody gives way, and nobody who waits is passed."""
         return self.take_bytes(core, self._needed(core, tokens))
 
+    def is_free(self, nbytes: int) -> bool:
+        """Whether nobody would have to give way for so many."""
+        return not self.admission.waiting and self.used + nbytes <= self.budget
+
     def take_bytes(self, core: SessionCore, nbytes: int) -> bool:
         """The same for a state that is known to take so many."""
         return not self.admission.waiting and self._fits(core, nbytes)

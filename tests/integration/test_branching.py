@@ -16,6 +16,7 @@ from agentkv.api.errors import envelope
 from agentkv.cli.lineage import trees
 from agentkv.errors import InvalidRequest, SessionBusy, SessionDeleted, SessionNotFound, StorageError
 from agentkv.kv.paged import PagedKV
+from agentkv.sessions.storing import ChunkWriter
 
 TOKENS = 8
 
@@ -228,6 +229,39 @@ async def test_a_fork_during_a_turn_holds_what_was_committed_before(tmp_path: Pa
         assert await fork.token_ids() == ledger
         assert (await said(fork, [other], TOKENS))[0].ids == (await alone(kv, [first, other]))[-1]
         await running
+
+
+@pytest.mark.parametrize("where", ["of a running session", "for which memory is not free"])
+async def test_a_fork_has_what_the_disk_was_still_writing(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    store = ChunkWriter.store
+
+    async def slow(*given: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return await store(*given)
+
+    monkeypatch.setattr(ChunkWriter, "store", slow)
+    async with opened(tmp_path, model_folder(models)) as kv:
+        session, tiers = await kv.sessions.create(), kv.sessions.tiers
+        (first,) = await said(session, turns(1), TOKENS)
+        while (writing := session._core.writing) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        (end,) = await ends(session)
+        if where == "of a running session":
+            running = asyncio.create_task(session.generate_tokens(prompt(33, 5), max_tokens=40))
+            while not session._core.turns:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert not writing.done()
+            fork = await session.fork(end)
+            await running
+        else:
+            roomy, tiers.device_budget = tiers.device_budget, tiers.device_bytes
+            fork = await session.fork()
+            tiers.device_budget = roomy
+        (reply,) = await said(fork, [prompt(12, 6)], TOKENS)
+        assert reply.restore.reason is None
+        assert reply.usage.cached_tokens == first.usage.total_tokens - 1
 
 
 async def test_what_cannot_be_cut_there_is_refused_by_name(tmp_path: Path, models: Path) -> None:
