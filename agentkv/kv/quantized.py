@@ -128,6 +128,17 @@ class QuantizedLayout(QuantizedStepping):
             total += rows * (tokens * a_row + -(-tokens // self.format.group_tokens) * g.key_dim * grid)
         return total
 
+    def _exact_nbytes(self, tokens: int) -> int:
+        return tokens * self.geometry.itemsize * int(sum(g.values_per_token for g in self._full_groups()))
+
+    def _parted(self, tokens: int, evictions: Evictions) -> int:
+        """Most older tokens that lie in parts of groups: at the ends of sinks and window, before a turn and in it, and
+        wherever positions count anew; anywhere, where what stays is scattered."""
+        if evictions.scattered:
+            return min(tokens, evictions.new + self.format.group_tokens)
+        anew = 1 + evictions.new // max(1, self.rebase_at - tokens) if evictions.rebases else 0
+        return min(tokens, (4 + anew) * self.format.group_tokens)
+
     def bytes_needed(
         self, kv: SequenceKV | None, tokens: int, limit: int | None = None, evictions: Evictions | None = None
     ) -> int:
@@ -151,13 +162,14 @@ class QuantizedLayout(QuantizedStepping):
             total = max(grown, self.inner.bytes_needed(None, self.inner.grown(exact), None, turns)) + live.inner.nbytes
         quantised = tokens if tokens >= self.recent_tokens else 0
         if quantised:
-            a_token = sum(g.values_per_token for g in self._full_groups()) * self.geometry.itemsize
-            total += self.sink_tokens * a_token + self.scratch_nbytes(tokens)
+            total += self._exact_nbytes(self.sink_tokens) + self.scratch_nbytes(tokens)
             # The last segment is joined with what follows, and the record keeps the old one.
             quantised += min(tokens, self.format.segment_tokens)
-        if evictions is not None:
-            quantised += tokens if live is None else live.tokens
         total += self.quantised_nbytes(quantised)
+        if evictions is not None:
+            # What the record keeps of before, and tokens that stay exact: evictions leave parts of groups.
+            held = self.quantised_nbytes(tokens) if live is None else sum(s.nbytes for s in live.segments)
+            total += held + self._exact_nbytes(self._parted(tokens, evictions))
         return total if kv is None else max(total, kv.nbytes)
 
 

@@ -89,6 +89,15 @@ TestQuantizedPaged = QuantizedPagedMachine.TestCase
 TestQuantizedPaged.settings = settings(SETTINGS, max_examples=15)
 
 
+def test_parts_of_groups_that_stay_exact_are_foretold() -> None:
+    """An eviction, or positions that count anew, cut a group before it is old: the rest of it is not quantised."""
+    machine = layout_machine(quantized(4, DynamicLayout))()
+    state = machine.first(tokens=95)
+    machine.foretold_turn(state=state, counts=[62], room=49, sinks=None, slack=1, seed=0, back=False)
+    machine.foretold_turn(state=state, counts=[60, 61], room=0, sinks=0, slack=1, seed=0, back=False)
+    machine.states_equal_their_naive_ones()
+
+
 # -- controls: each breaks one promise, and must be found --------------------------------------------------------------
 
 
