@@ -15,7 +15,7 @@ from agentkv.kv.placed import PlacedKV, merged, slices
 from agentkv.kv.turning import turned_tokens
 from agentkv.types import KVGeometry, Placement, Span, without
 
-__all__ = ["ContiguousKV", "cloned", "to_cpu"]
+__all__ = ["ContiguousKV", "cloned", "copied", "to_cpu"]
 
 
 class ContiguousKV(PlacedKV):
@@ -287,6 +287,12 @@ def _of_blocks(blocks: Sequence[KVBlock]) -> Pieces:
 def cloned(block: KVBlock) -> KVBlock:
     """Copies of its tensors."""
     return KVBlock(tuple(t.clone() for t in block.keys), tuple(t.clone() for t in block.values))
+
+
+def copied(block: KVBlock, into: KVBlock) -> None:
+    """Write ``block`` to tensors of the same shapes."""
+    for source, target in zip((*block.keys, *block.values), (*into.keys, *into.values), strict=True):
+        target.copy_(source)
 
 
 def to_cpu(block: KVBlock) -> KVBlock:

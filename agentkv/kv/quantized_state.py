@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agentkv.codecs import KVBlock
 from agentkv.errors import CapacityExceeded
-from agentkv.kv.contiguous import to_cpu
+from agentkv.kv.contiguous import copied, to_cpu
 from agentkv.kv.contract import CapturedPart, SequenceKV, Undo
 from agentkv.kv.placed import PlacedKV, merged, slices
 from agentkv.kv.quantized_filling import Filling, side_by_side
@@ -390,9 +390,3 @@ def _forked(inner: PlacedKV) -> PlacedKV:
     twin = inner.fork()
     assert isinstance(twin, PlacedKV)
     return twin
-
-
-def copied(block: KVBlock, into: KVBlock) -> None:
-    """Write ``block`` to tensors of the same shapes."""
-    for source, target in zip((*block.keys, *block.values), (*into.keys, *into.values), strict=True):
-        target.copy_(source)

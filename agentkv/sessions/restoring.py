@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from agentkv.codecs import Codecs, KVBlock
 from agentkv.errors import ChunkFault
+from agentkv.kv.contiguous import copied
 from agentkv.kv.contract import Layout, SequenceKV
 from agentkv.kv.staging import pinned_like, to_device
 from agentkv.sessions.db.records import Manifest, SegmentRecord
@@ -273,9 +274,8 @@ def _copy(block: KVBlock, whole: Span, targets: Sequence[tuple[Span, KVBlock]]) 
         wanted = block.cut(span.start - whole.start, span.stop - whole.start)
         if target.keys[0].is_cuda:
             to_device(wanted, target)
-            continue
-        for source, into in zip((*wanted.keys, *wanted.values), (*target.keys, *target.values), strict=True):
-            into.copy_(source)
+        else:
+            copied(wanted, target)
 
 
 def _chain_starts(ledger: array[int], segments: Sequence[SegmentRecord]) -> list[str]:
